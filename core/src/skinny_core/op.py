@@ -1,0 +1,68 @@
+"""`torch.ops.skinny.linear`: the dispatcher as one opaque torch op. Importing this module registers it.
+
+A traced graph holds the op, never a choice: M and the plan are read when it runs. Where a gradient is needed the op
+steps aside before autograd records anything, so the graph holds the original call and its exact gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from skinny_core import dispatch
+
+NAMESPACE = "skinny"
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    family: str = "",
+    *,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return dispatch.linear(x, weight, family, residual=residual, out_dtype=out_dtype)
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    family: str = "",
+    *,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    torch._check(weight.dim() == 2, lambda: f"weight must be [N, K], got {weight.dim()} dimensions")
+    torch._check(
+        x.shape[-1] == weight.shape[1], lambda: f"x has {x.shape[-1]} columns, weight has K = {weight.shape[1]}"
+    )
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
+
+
+def _autograd(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    family: str = "",
+    *,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual)):
+        return dispatch.original(x, weight, residual, out_dtype)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.skinny.linear.default(x, weight, family, residual=residual, out_dtype=out_dtype)
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(dispatch.OP_SCHEMA)
+    for key in ("CUDA", "CPU"):
+        library.impl("linear", _run, key)
+    library.impl("linear", _autograd, "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::linear", _fake, lib=library)
+    return library
+
+
+# The op lives as long as this object. A reload of the module finds it and registers nothing twice.
+if "_library" not in globals():
+    _library = _register()

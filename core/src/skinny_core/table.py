@@ -1,0 +1,147 @@
+"""The cells of one model family, from every plan file that speaks about it, in order of precedence:
+
+1. files named in `SKINNY=plan=...`, 2. `*.toml` in the user plan folder, 3. the files its package ships.
+
+A file that cannot be used is noted and left out; it never stops a host.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from skinny_core import env, rules
+from skinny_core.device import DeviceKey
+from skinny_core.errors import SkinnyError
+from skinny_core.family import ModelPackage
+from skinny_core.plan import Cell, Plan, load
+from skinny_core.problem import Problem
+from skinny_core.rules import OFF_TABLE, Context, Verdict
+
+ANY_FAMILY = "*"
+"""Family of a plan that counts for every model (a user's own shapes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A plan file that was read. origin: "SKINNY", "user" or "package"."""
+
+    path: Path
+    origin: str
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The cell found for a Problem and M, the plan it is from, and whether that plan is for exactly this device."""
+
+    cell: Cell
+    plan: Plan
+    exact: bool
+
+
+@dataclass(slots=True)
+class Table:
+    """Cells of one family for every device; `notes` says what was left out and why."""
+
+    family: str
+    sources: tuple[Source, ...] = ()
+    notes: tuple[str, ...] = ()
+    _index: dict[tuple[Problem, int], list[Lookup]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for source in self.sources:
+            for cell in source.plan.cells:
+                key = (cell.problem(None), cell.m)
+                self._index.setdefault(key, []).append(Lookup(cell, source.plan, False))
+
+    def lookup(self, problem: Problem, m: int, key: DeviceKey | None) -> Lookup | None:
+        """The first cell measured on `key`; else one of another device of the same capability; else None."""
+        found = self._index.get((replace(problem, device=None), m), ())
+        for candidate in found:
+            if key is not None and candidate.plan.key == key:
+                return replace(candidate, exact=True)
+        return next((c for c in found if key is None or c.plan.key.capability == key.capability), None)
+
+    def shapes(self) -> set[tuple[int, int]]:
+        """All (N, K) with a cell."""
+        return {(problem.n, problem.k) for problem, _ in self._index}
+
+    def plans_for(self, key: DeviceKey | None) -> tuple[Plan, ...]:
+        """Plans measured on exactly this device."""
+        return tuple(s.plan for s in self.sources if s.plan.key == key)
+
+
+def judge(found: Lookup | None, problem: Problem, m: int, key: DeviceKey | None, settings: env.Settings) -> Verdict:
+    """What the plan side says about a Problem at M = m on device `key`: settings, device and cell rules."""
+    if found is None:
+        context = Context(enabled=settings.enabled, m=m, on_cuda=key is not None, cell_status=OFF_TABLE)
+        return rules.decide(problem, context)
+    measured_on = found.plan.key
+    allowed = found.exact or (settings.neighbour and key is not None and measured_on.capability == key.capability)
+    return rules.decide(
+        replace(problem, device=key if allowed else measured_on),
+        Context(
+            enabled=settings.enabled,
+            batch_invariant=settings.batch_invariant,
+            m=m,
+            on_cuda=key is not None,
+            device=key,
+            cell_status=found.cell.status,
+            reported_allowed=settings.reported,
+        ),
+    )
+
+
+def build(family: str, package: ModelPackage | None, settings: env.Settings) -> Table:
+    """Read every plan file for a family. Never raises for a file: it is noted, and a user's file also warns once."""
+    sources: list[Source] = []
+    notes: list[str] = []
+    for path, origin in _files(package, settings, notes):
+        try:
+            plan = load(path)
+        except (SkinnyError, OSError) as error:
+            note = f"plan ignored: {error}" if str(path) in str(error) else f"plan ignored: {path}: {error}"
+            notes.append(note)
+            if origin != "package":
+                _warn_once(note)
+            continue
+        if plan.family in (family, ANY_FAMILY):
+            sources.append(Source(path, origin, plan))
+    return Table(family, tuple(sources), tuple(notes))
+
+
+def offer(table: Table, key: DeviceKey | None) -> str:
+    """One line that offers a neighbour's plan, or "" where there is an exact one or nothing to offer."""
+    if key is None or table.plans_for(key):
+        return ""
+    near = sorted({s.plan.product for s in table.sources if s.plan.key.capability == key.capability})
+    if not near:
+        return ""
+    return f"no plan for {key}; measured on {', '.join(near)}: try it with SKINNY=neighbour=on, or run `skinny tune`"
+
+
+def _files(package: ModelPackage | None, settings: env.Settings, notes: list[str]) -> Iterable[tuple[Path, str]]:
+    yield from ((Path(p).expanduser(), "SKINNY") for p in settings.plans)
+    try:
+        yield from ((path, "user") for path in sorted(env.user_plan_folder().glob("*.toml")))
+    except OSError as error:
+        notes.append(f"user plans not read: {error}")
+    if package is not None:
+        yield from ((path, "package") for path in package.plan_files())
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(note: str) -> None:
+    if note not in _warned:
+        _warned.add(note)
+        warnings.warn(f"skinny: {note}", RuntimeWarning, stacklevel=4)
+
+
+def device_name(key: DeviceKey | None) -> str:
+    """For people: "h200 (sm90-...)", or "no CUDA device"."""
+    return str(key) if key is not None else "no CUDA device"

@@ -1,0 +1,151 @@
+"""Compile (or load from the disk cache) before serving what the plan will run, so that nothing is compiled afterwards.
+
+Missing machine code is made by worker processes in parallel; they see no GPU and only fill the disk cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from skinny_core import device, dispatch, kernels, rules
+from skinny_core.device import DeviceKey
+from skinny_core.errors import CompileForbiddenError, SkinnyError
+from skinny_core.problem import MAX_M, DType, Epilogue, KernelConfig, Problem, WeightScheme
+
+WORKER_SECONDS = 300
+PARALLEL_FROM = 3
+"""Fewer missing kernels than this are compiled in this process: a worker needs seconds to import the DSL."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    problem: Problem
+    m: int
+    config: KernelConfig
+    name: str
+
+
+def warm(
+    family: str,
+    problems: Iterable[tuple[int, int, DType]],
+    ms: Iterable[int] = range(1, MAX_M + 1),
+    *,
+    index: int | None = None,
+    outputs: Iterable[DType | None] = (None,),
+    workers: int | None = None,
+) -> list[str]:
+    """Make every cell of `problems` that would run on CUDA device `index` (default: the current one) ready to launch.
+
+    problems: (N, K, dtype) of weights. outputs: output dtypes, None for the weight's own. workers: processes for
+    missing machine code (default: one per core, at most 8; 0 for none). Returns the names of what had to be compiled,
+    [] when everything came from memory or disk. A kernel that cannot be compiled is noted (reason
+    `kernel_unavailable`), not raised. Raises `CompileForbiddenError` during graph capture.
+    """
+    state = dispatch.family_state(family)
+    if state is None or not torch.cuda.is_available():
+        return []
+    if torch.cuda.is_current_stream_capturing():
+        raise CompileForbiddenError("warm-up during graph capture", "call warm() before the capture")
+    index = torch.cuda.current_device() if index is None else index
+    jobs = _jobs(state, problems, tuple(ms), tuple(outputs), index)
+    key = device.current_key(index)
+    if not jobs or key is None:
+        return []
+    prewait = state.static_weights
+    missing = [job for job in jobs if not _prepared(job, key, prewait)]
+    if len(missing) >= PARALLEL_FROM and workers != 0:
+        _prepare_in_parallel(missing, key, prewait, workers or min(8, os.cpu_count() or 1))
+    found: dict[tuple[int, Problem, int], kernels.Launcher | str] = {}
+    for job in jobs:
+        try:
+            kernel = kernels.get(job.config.kernel)
+            config = kernel.config_from(dict(job.config.params))
+            found[index, job.problem, job.m] = kernel.compile(config, job.problem, job.m, index=index, prewait=prewait)
+        except Exception as error:  # a DSL can fail in any way; the call falls back and doctor shows the text
+            found[index, job.problem, job.m] = f"{type(error).__name__}: {error}"
+            dispatch.log.warning("skinny: %s is not used: %s", job.name, error)
+    dispatch.install_launchers(family, found)
+    return [job.name for job in missing if not isinstance(found[index, job.problem, job.m], str)]
+
+
+def _jobs(
+    state: Any,
+    problems: Iterable[tuple[int, int, DType]],
+    ms: tuple[int, ...],
+    outputs: tuple[DType | None, ...],
+    index: int,
+) -> list[_Job]:
+    jobs = []
+    for n, k, dtype in dict.fromkeys(problems):
+        if dtype not in (DType.BF16, DType.FP16):
+            continue
+        for output in outputs:
+            problem = Problem(
+                n=n,
+                k=k,
+                weight=WeightScheme(dtype.value),
+                activation=dtype,
+                output=output or dtype,
+                epilogue=Epilogue.NONE,
+            )
+            for m in ms:
+                found, verdict = state.choose(problem, m, index)
+                if found is not None and verdict.reason in (rules.Reason.NOT_WARM, rules.Reason.KERNEL_UNAVAILABLE):
+                    config = found.cell.kernel_config
+                    jobs.append(_Job(problem, m, config, f"{found.cell.id}: {config} M={m} K={k}"))
+    return jobs
+
+
+def _prepared(job: _Job, key: DeviceKey, prewait: bool) -> bool:
+    try:
+        kernel = kernels.get(job.config.kernel)
+        return kernel.prepared(kernel.config_from(dict(job.config.params)), job.problem, job.m, key, prewait=prewait)
+    except (SkinnyError, OSError):
+        return False
+
+
+def _prepare_in_parallel(jobs: list[_Job], key: DeviceKey, prewait: bool, workers: int) -> None:
+    """Best effort: whatever a worker does not finish is compiled here afterwards."""
+    shares = [jobs[i::workers] for i in range(min(workers, len(jobs)))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    running = []
+    for share in shares:
+        text = "\n".join(json.dumps(encode(job.config, job.problem, job.m, key, prewait)) for job in share)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "skinny_core.compile_worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, text=True,
+            )  # fmt: skip
+        except OSError as error:
+            dispatch.log.info("skinny: no compile worker: %s", error)
+            return
+        running.append((process, text))
+        assert process.stdin is not None
+        process.stdin.write(text + "\n")
+        process.stdin.close()
+    for process, _ in running:
+        try:
+            process.wait(timeout=WORKER_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def encode(config: KernelConfig, problem: Problem, m: int, key: DeviceKey, prewait: bool) -> dict[str, Any]:
+    """One compile job as JSON data for `compile_worker`."""
+    return {
+        "kernel": config.kernel,
+        "params": dict(config.params),
+        "problem": {f: getattr(problem, f) for f in ("n", "k", "weight", "activation", "output", "epilogue")},
+        "m": m,
+        "key": asdict(key),
+        "prewait": prewait,
+    }

@@ -1,0 +1,146 @@
+"""What `bf16_stream` computes, run in Triton's interpreter: padded and poisoned operands, guards around the output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skinny_core.errors import KernelRefusedError
+from skinny_core.kernels.bf16_stream.config import StreamConfig
+from skinny_core.kernels.bf16_stream.host import KERNEL
+from skinny_core.kernels.bf16_stream.reference import product_f32
+from skinny_core.problem import DType, Epilogue, Problem, WeightScheme
+from skinny_core.testing.numerics import (
+    assert_bit_equal,
+    assert_t1,
+    guarded_output,
+    one_hot_columns_exact,
+    padded_rows,
+    rows_isolated,
+)
+
+pytestmark = pytest.mark.triton("interpreter")
+
+WIDE = StreamConfig(block_n=64, block_k=128, num_warps=4, num_stages=6)
+NARROW = StreamConfig(block_n=16, block_k=64, num_warps=2, num_stages=4)
+TWO_BYTES = [pytest.param(DType.BF16, id="bf16"), pytest.param(DType.FP16, id="fp16")]
+
+
+def _problem(n: int, k: int, dtype: DType, output: DType | None = None, *, residual: bool = False) -> Problem:
+    return Problem(
+        n=n,
+        k=k,
+        weight=WeightScheme(dtype.value),
+        activation=dtype,
+        output=output or dtype,
+        epilogue=Epilogue.RESIDUAL if residual else Epilogue.NONE,
+    )
+
+
+def _draw(rows: int, cols: int, dtype: DType, seed: int) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype.torch)
+
+
+def _run(problem: Problem, config: StreamConfig, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None = None):
+    """y of one launch; every element outside it has been checked."""
+    out = guarded_output(x.shape[0], problem.n, problem.output.torch, row_gap=5)
+    KERNEL.interpret(config, problem, x.shape[0])(x, w, out.y, residual, False)
+    out.check()
+    return out.y
+
+
+@pytest.mark.parametrize("dtype", TWO_BYTES)
+@pytest.mark.parametrize("k", [8, 72, 128, 576, 1000, 1536])
+@pytest.mark.parametrize("n", [1, 7, 60, 64, 129])
+def test_odd_shapes_with_padded_rows(n: int, k: int, dtype: DType) -> None:
+    problem = _problem(n, k, dtype)
+    w = padded_rows(_draw(n, k, dtype, seed=n), 64)
+    for m in (1, 2, 3, 8, 16):
+        x = padded_rows(_draw(m, k, dtype, seed=m), 8)
+        assert_t1(_run(problem, WIDE, x, w), x, w)
+
+
+@pytest.mark.parametrize("dtype", TWO_BYTES)
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("fp32", [False, True], ids=["same", "fp32"])
+@pytest.mark.parametrize("config", [WIDE, NARROW], ids=str)
+def test_outputs_and_residual(config: StreamConfig, fp32: bool, residual: bool, dtype: DType) -> None:
+    problem = _problem(100, 584, dtype, DType.FP32 if fp32 else None, residual=residual)
+    x, w = padded_rows(_draw(5, 584, dtype, seed=1), 8), padded_rows(_draw(100, 584, dtype, seed=2), 16)
+    # As large as the product, so that a second rounding of either would show; 3 is no multiple of anything.
+    r = padded_rows(24 * _draw(5, 100, dtype, seed=3), 3) if residual else None
+    y = _run(problem, config, x, w, r)
+    assert y.dtype == problem.output.torch
+    assert_t1(y, x, w, r)
+    torch.testing.assert_close(y, product_f32(x, w, r, y.dtype), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [WIDE, NARROW], ids=str)
+def test_one_hot_returns_columns(config: StreamConfig) -> None:
+    problem = _problem(60, 136, DType.BF16)
+    one_hot_columns_exact(lambda x, w: _run(problem, config, x, w), _draw(60, 136, DType.BF16, seed=4), rows=16)
+
+
+@pytest.mark.parametrize("fill", [float("nan"), float("inf"), 3.0e38])
+def test_bad_row_stays_in_its_row(fill: float) -> None:
+    problem = _problem(70, 200, DType.BF16)
+    x, w = _draw(4, 200, DType.BF16, seed=5), _draw(70, 200, DType.BF16, seed=6)
+    rows_isolated(lambda x, w: _run(problem, WIDE, x, w), x, w, row=1, fill=fill)
+
+
+def test_same_bits_twice() -> None:
+    problem = _problem(129, 1000, DType.BF16)
+    x, w = _draw(3, 1000, DType.BF16, seed=7), _draw(129, 1000, DType.BF16, seed=8)
+    assert_bit_equal(_run(problem, WIDE, x, w), _run(problem, WIDE, x, w))
+
+
+def test_stride_of_a_single_row_is_not_read() -> None:
+    problem = _problem(1, 72, DType.BF16)
+    x, w = _draw(1, 72, DType.BF16, seed=9), _draw(1, 72, DType.BF16, seed=10)
+    y = _run(problem, WIDE, x.as_strided((1, 72), (73, 1)), w.as_strided((1, 72), (1, 1)))
+    assert_t1(y, x, w)
+
+
+def _operands(m: int = 2, n: int = 16, k: int = 64) -> dict[str, torch.Tensor | None]:
+    x, w = _draw(m, k, DType.BF16, seed=11), _draw(n, k, DType.BF16, seed=12)
+    return {"x": x, "w": w, "y": torch.full((m, n), float("nan"), dtype=torch.bfloat16), "residual": None}
+
+
+def _shifted(rows: int, cols: int, *, by: int, pad: int = 0) -> torch.Tensor:
+    buffer = torch.zeros(by + rows * (cols + pad), dtype=torch.bfloat16)
+    return buffer.as_strided((rows, cols), (cols + pad, 1), by)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        pytest.param({"x": torch.zeros(0, 64, dtype=torch.bfloat16)}, "shapes", id="no-rows"),
+        pytest.param({"x": torch.zeros(17, 64, dtype=torch.bfloat16)}, "shapes", id="17-rows"),
+        pytest.param({"x": torch.zeros(2, 1, 64, dtype=torch.bfloat16)}, "shapes", id="3d"),
+        pytest.param({"w": torch.zeros(16, 72, dtype=torch.bfloat16)}, "shapes", id="other-k"),
+        pytest.param({"y": torch.zeros(16, 2, dtype=torch.bfloat16)}, "shapes", id="transposed-y"),
+        pytest.param({"x": torch.zeros(2, 64, dtype=torch.float16)}, "dtypes", id="mixed-dtypes"),
+        pytest.param({"y": torch.zeros(2, 16)}, "dtypes", id="other-output"),
+        pytest.param({"w": torch.zeros(16, 64, dtype=torch.bfloat16, device="meta")}, "devices", id="devices"),
+        pytest.param({"w": torch.zeros(64, 16, dtype=torch.bfloat16).T}, "strides", id="transposed-w"),
+        pytest.param({"y": torch.zeros(16, 2, dtype=torch.bfloat16).T}, "strides", id="strided-y"),
+        pytest.param({"x": _shifted(2, 64, by=1)}, "16 bytes", id="x-by-2-bytes"),
+        pytest.param({"w": _shifted(16, 64, by=4)}, "16 bytes", id="w-by-8-bytes"),
+        pytest.param({"w": _shifted(16, 64, by=0, pad=4)}, "16 bytes", id="w-rows-by-8-bytes"),
+        pytest.param({"residual": torch.zeros(2, 16, dtype=torch.bfloat16)}, "a residual", id="unasked-residual"),
+    ],
+)
+def test_refuses_before_it_writes(change: dict[str, torch.Tensor], says: str) -> None:
+    launcher = KERNEL.interpret(NARROW, _problem(16, 64, DType.BF16), 2)
+    operands = _operands() | change
+    before = operands["y"].clone()
+    with pytest.raises(KernelRefusedError, match=says):
+        launcher(*operands.values(), False)
+    assert_bit_equal(operands["y"], before)
+
+
+@pytest.mark.parametrize("residual", [None, torch.zeros(2, 15), torch.zeros(16, 2, dtype=torch.bfloat16).T])
+def test_refuses_a_residual_unlike_the_output(residual: torch.Tensor | None) -> None:
+    launcher = KERNEL.interpret(NARROW, _problem(16, 64, DType.BF16, residual=True), 2)
+    with pytest.raises(KernelRefusedError, match="residual"):
+        launcher(*(_operands() | {"residual": residual}).values(), False)

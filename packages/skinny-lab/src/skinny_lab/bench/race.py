@@ -1,0 +1,124 @@
+"""Timing one projection: CUDA-graph replay, weights rotated through more than three times the L2, order rotated.
+
+Each call follows a small elementwise kernel that writes the activation, as in a model; that kernel's own time, measured
+in the same rounds, is subtracted. A contestant is anything that can compute `y[M, N] = x[M, K] @ w[N, K].T`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(x, w, y) -> None: writes y on the current stream, may be captured."""
+
+TARGET_US = 1000.0
+L2_FACTOR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Microseconds per call over the rounds: 20th, 50th and 80th percentile, and how many rounds."""
+
+    p20: float
+    p50: float
+    p80: float
+    rounds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Times:
+        """Percentiles of a list of measurements in microseconds."""
+        ordered = sorted(values)
+        pick = lambda q: ordered[min(len(ordered) - 1, round(q * (len(ordered) - 1)))]  # noqa: E731
+        return cls(round(pick(0.2), 3), round(statistics.median(ordered), 3), round(pick(0.8), 3), len(ordered))
+
+
+class Arena:
+    """Weights and activations of one (N, K): enough copies of the weight that none is still in L2 when its turn
+    comes.
+    """
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype, l2_bytes: int, *, seed: int = 0) -> None:
+        self.n, self.k, self.dtype = n, k, dtype
+        weight_bytes = 2 * n * k
+        self.copies = max(2, -(-L2_FACTOR * l2_bytes // weight_bytes) + 1)
+        generator = torch.Generator("cuda").manual_seed(seed)
+        # One block, so that copies are far apart; scaled like a trained weight. Zeros would run faster than real data.
+        self.weights = torch.empty(self.copies, n, k, dtype=dtype, device="cuda")
+        for copy in self.weights:
+            copy.normal_(0, k**-0.5, generator=generator)
+        self.generator = generator
+
+    def activation(self, m: int) -> torch.Tensor:
+        """A random activation [m, K]."""
+        return torch.randn(m, self.k, dtype=self.dtype, device="cuda", generator=self.generator)
+
+
+def race(
+    arena: Arena,
+    m: int,
+    contestants: Mapping[str, Run],
+    *,
+    rounds: int,
+    hot: bool = False,
+    out: torch.dtype | None = None,
+) -> dict[str, Times]:
+    """Time every contestant at M = m in every round, starting each round one further along.
+
+    hot: one weight only, so that what fits stays in L2. Returns percentiles in microseconds per call.
+    """
+    x_in = arena.activation(m)
+    x = torch.empty_like(x_in)
+    y = torch.empty(m, arena.n, dtype=out or arena.dtype, device="cuda")
+    weights = arena.weights[:1] if hot else arena.weights
+    names = ["", *contestants]
+    repeats = _repeats(arena, len(weights))
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name in names:
+        graphs[name] = _capture(contestants.get(name), x_in, x, weights, y, repeats)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in order:
+            found[name].append(_replay(graphs[name]) / repeats)
+    idle = statistics.median(found.pop(""))
+    return {name: Times.of([value - idle for value in values]) for name, values in found.items()}
+
+
+def _repeats(arena: Arena, copies: int) -> int:
+    """Calls per graph: whole rotations, about a millisecond long."""
+    guess = max(4.0, arena.n * arena.k * 2 / 4.0e6)
+    return copies * max(1, round(TARGET_US / (guess * copies)))
+
+
+def _capture(
+    run: Run | None, x_in: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, y: torch.Tensor, repeats: int
+) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.mul(x_in, 1.0, out=x)
+        if run is not None:
+            run(x, weights[0], y)
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for i in range(repeats):
+            torch.mul(x_in, 1.0, out=x)
+            if run is not None:
+                run(x, weights[i % len(weights)], y)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.functional import linear as _torch_linear
@@ -19,6 +20,7 @@ from skinny_core import device, env, kernels, rules, table
 from skinny_core.device import DeviceKey
 from skinny_core.errors import SettingsError
 from skinny_core.family import ModelPackage
+from skinny_core.plan import Cell, DeviceTable, Plan
 from skinny_core.problem import MAX_M, DType, Epilogue, Problem, WeightScheme
 from skinny_core.rules import Context, Reason, Verdict
 from skinny_core.table import Lookup
@@ -134,6 +136,29 @@ def activate(
         _families[name] = state
         _forget_rows(name)
     return _describe(state, key if key is not None else device.current_key())
+
+
+def activate_cells(family: str, key: DeviceKey, cells: tuple[Cell, ...], *, static_weights: bool = False) -> Activation:
+    """Let a family dispatch by cells that are in no file, beside its other plans: for tuning, tests and experiments.
+
+    The cells take precedence over plan files until the family is activated again.
+    """
+    found = Plan(
+        family=family,
+        product=device.product_name(key) or key.slug,
+        device=DeviceTable(key.capability, key.sm_count, key.l2_bytes, key.memory_class),
+        cell=cells,
+    )
+    with _lock:
+        state = _families.get(family) or _Family(family, None, env.settings(), ())
+        state.static_weights = static_weights
+        state.table = table.Table(
+            family, (table.Source(Path("<memory>"), "memory", found), *state.table.sources), state.table.notes
+        )
+        state.launchers, state.errors = {}, {}
+        _families[family] = state
+        _forget_rows(family)
+    return _describe(state, key)
 
 
 def deactivate(family: str) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,7 +62,8 @@ def warm(
     prewait = state.static_weights
     missing = [job for job in jobs if not _prepared(job, key, prewait)]
     if len(missing) >= PARALLEL_FROM and workers != 0:
-        _prepare_in_parallel(missing, key, prewait, workers or min(8, os.cpu_count() or 1))
+        jobs_of = [(job.config, job.problem, job.m) for job in missing]
+        prepare_in_parallel(jobs_of, key, prewait=prewait, workers=workers or min(8, os.cpu_count() or 1))
     found: dict[tuple[int, Problem, int], kernels.Launcher | str] = {}
     for job in jobs:
         try:
@@ -112,13 +113,18 @@ def _prepared(job: _Job, key: DeviceKey, prewait: bool) -> bool:
         return False
 
 
-def _prepare_in_parallel(jobs: list[_Job], key: DeviceKey, prewait: bool, workers: int) -> None:
-    """Best effort: whatever a worker does not finish is compiled here afterwards."""
+def prepare_in_parallel(
+    jobs: Sequence[tuple[KernelConfig, Problem, int]], key: DeviceKey, *, prewait: bool, workers: int | None = None
+) -> None:
+    """Fill the disk cache with (config, problem, M) for a device of that key, in `workers` processes (default: one per
+    core). Best effort: what a worker does not finish is compiled by whoever needs it.
+    """
+    workers = workers or os.cpu_count() or 1
     shares = [jobs[i::workers] for i in range(min(workers, len(jobs)))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     running = []
     for share in shares:
-        text = "\n".join(json.dumps(encode(job.config, job.problem, job.m, key, prewait)) for job in share)
+        text = "\n".join(json.dumps(encode(config, problem, m, key, prewait)) for config, problem, m in share)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "skinny_core.compile_worker"],

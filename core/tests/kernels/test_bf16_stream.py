@@ -44,7 +44,9 @@ def _draw(rows: int, cols: int, dtype: DType, seed: int) -> torch.Tensor:
 def _run(problem: Problem, config: StreamConfig, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None = None):
     """y of one launch; every element outside it has been checked."""
     out = guarded_output(x.shape[0], problem.n, problem.output.torch, row_gap=5)
-    KERNEL.interpret(config, problem, x.shape[0])(x, w, out.y, residual, False)
+    residual_stride = 0 if residual is None else residual.stride(0)
+    launch = KERNEL.interpret(config, problem, x.shape[0])
+    launch(x, w, out.y, residual, x.stride(0), out.y.stride(0), residual_stride, False)
     out.check()
     return out.y
 
@@ -101,9 +103,33 @@ def test_stride_of_a_single_row_is_not_read() -> None:
     assert_t1(y, x, w)
 
 
-def _operands(m: int = 2, n: int = 16, k: int = 64) -> dict[str, torch.Tensor | None]:
-    x, w = _draw(m, k, DType.BF16, seed=11), _draw(n, k, DType.BF16, seed=12)
-    return {"x": x, "w": w, "y": torch.full((m, n), float("nan"), dtype=torch.bfloat16), "residual": None}
+def test_leading_dimensions_are_flattened() -> None:
+    problem = _problem(60, 136, DType.BF16)
+    x, w = padded_rows(_draw(6, 136, DType.BF16, seed=13), 8), _draw(60, 136, DType.BF16, seed=14)
+    y = torch.full((2, 3, 60), float("nan"), dtype=torch.bfloat16)
+    KERNEL.interpret(NARROW, problem, 6)(x.view(2, 3, 136), w, y, None, 144, 60, 0, True)
+    assert_t1(y.view(6, 60), x, w)
+
+
+def _call(problem: Problem, changes: dict[str, torch.Tensor], **strides: int) -> torch.Tensor:
+    """Launch on legal operands with `changes`; returns y, which a refusal leaves as it was."""
+    tensors = {
+        "x": _draw(2, 64, DType.BF16, seed=11),
+        "w": _draw(16, 64, DType.BF16, seed=12),
+        "y": torch.full((2, 16), float("nan"), dtype=torch.bfloat16),
+        "residual": None,
+    } | changes
+    x, w, y, residual = tensors.values()
+    before = y.clone()
+    taken = {"x_stride": x.stride(0), "y_stride": y.stride(0), "residual_stride": 0, "prewait": False} | strides
+    if residual is not None:
+        taken["residual_stride"] = residual.stride(0)
+    try:
+        KERNEL.interpret(NARROW, problem, 2)(x, w, y, residual, **taken)
+    except KernelRefusedError:
+        assert_bit_equal(y, before)
+        raise
+    return y
 
 
 def _shifted(rows: int, cols: int, *, by: int, pad: int = 0) -> torch.Tensor:
@@ -116,7 +142,7 @@ def _shifted(rows: int, cols: int, *, by: int, pad: int = 0) -> torch.Tensor:
     [
         pytest.param({"x": torch.zeros(0, 64, dtype=torch.bfloat16)}, "shapes", id="no-rows"),
         pytest.param({"x": torch.zeros(17, 64, dtype=torch.bfloat16)}, "shapes", id="17-rows"),
-        pytest.param({"x": torch.zeros(2, 1, 64, dtype=torch.bfloat16)}, "shapes", id="3d"),
+        pytest.param({"x": torch.zeros(2, 1, 64, dtype=torch.bfloat16)}, "shapes", id="3d-x-2d-y"),
         pytest.param({"w": torch.zeros(16, 72, dtype=torch.bfloat16)}, "shapes", id="other-k"),
         pytest.param({"y": torch.zeros(16, 2, dtype=torch.bfloat16)}, "shapes", id="transposed-y"),
         pytest.param({"x": torch.zeros(2, 64, dtype=torch.float16)}, "dtypes", id="mixed-dtypes"),
@@ -131,16 +157,29 @@ def _shifted(rows: int, cols: int, *, by: int, pad: int = 0) -> torch.Tensor:
     ],
 )
 def test_refuses_before_it_writes(change: dict[str, torch.Tensor], says: str) -> None:
-    launcher = KERNEL.interpret(NARROW, _problem(16, 64, DType.BF16), 2)
-    operands = _operands() | change
-    before = operands["y"].clone()
     with pytest.raises(KernelRefusedError, match=says):
-        launcher(*operands.values(), False)
-    assert_bit_equal(operands["y"], before)
+        _call(_problem(16, 64, DType.BF16), change)
 
 
-@pytest.mark.parametrize("residual", [None, torch.zeros(2, 15), torch.zeros(16, 2, dtype=torch.bfloat16).T])
+@pytest.mark.parametrize("stride", ["x_stride", "y_stride"])
+def test_refuses_a_stride_that_the_tensor_has_not(stride: str) -> None:
+    with pytest.raises(KernelRefusedError, match="a row stride of 24"):
+        _call(_problem(16, 64, DType.BF16), {}, **{stride: 24})
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [
+        pytest.param(None, id="none"),
+        pytest.param(torch.zeros(2, 15, dtype=torch.bfloat16), id="shape"),
+        pytest.param(torch.zeros(2, 16), id="dtype"),
+        pytest.param(torch.zeros(16, 2, dtype=torch.bfloat16).T, id="transposed"),
+    ],
+)
 def test_refuses_a_residual_unlike_the_output(residual: torch.Tensor | None) -> None:
-    launcher = KERNEL.interpret(NARROW, _problem(16, 64, DType.BF16, residual=True), 2)
     with pytest.raises(KernelRefusedError, match="residual"):
-        launcher(*(_operands() | {"residual": residual}).values(), False)
+        _call(_problem(16, 64, DType.BF16, residual=True), {"residual": residual})
+
+
+def test_legal_operands_pass_the_same_helper() -> None:
+    assert not _call(_problem(16, 64, DType.BF16), {}).isnan().any()

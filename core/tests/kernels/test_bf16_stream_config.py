@@ -72,7 +72,7 @@ def test_refusals_say_which_number(problem: Problem, m: int, says: str) -> None:
     assert says in reason
     assert KERNEL.candidates(problem, m) == ()
     with pytest.raises(KernelRefusedError, match="bf16_stream"):
-        KERNEL.compile(KERNEL.config_from(PARAMS), problem, m, index=0)
+        KERNEL.compile(KERNEL.config_from(PARAMS), problem, m, index=0, prewait=False)
 
 
 @pytest.mark.parametrize("m", [1, 16])

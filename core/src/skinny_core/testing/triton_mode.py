@@ -38,7 +38,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         by_mode[mode] = _run_child(item.session, mode)
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in by_mode[mode].get(item.nodeid) or [_lost(item, by_mode[mode])]:
+    reports = by_mode[mode].get(item.nodeid, [])
+    if not reports or reports[-1].when != "teardown":
+        reports = [*reports, _lost(item, by_mode[mode])]
+    for report in reports:
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
@@ -78,13 +81,15 @@ def _run_child(session: pytest.Session, mode: str) -> _Reports:
     reports: _Reports = {}
     for line in lines:
         report = config.hook.pytest_report_from_serializable(config=config, data=json.loads(line))
+        if isinstance(report.longrepr, list):  # JSON has no tuples; pytest wants one for a skip
+            report.longrepr = tuple(report.longrepr)
         reports.setdefault(report.nodeid, []).append(report)
     reports[""] = [_failure("", ("", None, ""), f"exit status {child.returncode}\n{child.stdout}\n{child.stderr}")]
     return reports
 
 
 def _lost(item: pytest.Item, reports: _Reports) -> pytest.TestReport:
-    text = f"the child process never reported this test: {reports[''][0].longrepr}"
+    text = f"the child process never finished this test: {reports[''][0].longrepr}"
     return _failure(item.nodeid, item.location, text)
 
 

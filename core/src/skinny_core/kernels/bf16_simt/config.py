@@ -38,7 +38,7 @@ class SimtConfig:
             if key not in params:
                 raise ConfigError(f"bf16_simt: config key {key!r} is missing", "give threads, rows and chunks")
         config = cls(**params)
-        for key, allowed in _ALLOWED.items():
+        for key, allowed in ALLOWED.items():
             value = getattr(config, key)
             if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
                 raise ConfigError(f"bf16_simt: {key} is {value!r}", f"use one of {', '.join(map(str, allowed))}")
@@ -49,7 +49,7 @@ class SimtConfig:
         return asdict(self)
 
 
-_ALLOWED: dict[str, tuple[int, ...]] = {
+ALLOWED: dict[str, tuple[int, ...]] = {
     "threads": (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024),
     "rows": (1, 2, 4, 8),
     "chunks": (1, 2, 3, 4, 5, 6, 8),

@@ -5,6 +5,7 @@ fine).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -103,20 +104,23 @@ class Bf16Simt:
         return _availability()
 
     def candidates(self, problem: Problem, m: int) -> tuple[SimtConfig, ...]:
-        """The measured neighbourhood of good configs: whole rows in flight, 32 to 512 bytes per thread."""
+        """Configs worth racing: at most a tenth of the threads' reach past K is wasted, 2 to 8 loads of 16 bytes in
+        flight per thread, and persistent grids of 512 to 1536 threads per SM where a row fits in registers. Everything
+        that came within 1 % of the best in the first sweep (558 configs, benchmarks/NOTES.md) is among them.
+        """
         found = []
-        for threads in (64, 128, 256, 512):
+        for threads in (64, 128, 160, 256, 320, 384, 512, 768):
             row_chunks = -(-problem.k // (threads * _config.VECTOR))
-            for rows in (1, 2, 4):
-                for chunks in sorted({1, 2, 4, row_chunks}):
-                    if chunks not in (1, 2, 3, 4, 5, 6, 8):
-                        continue
-                    for blocks in (0, 2, 3, 4, 6, 8) if chunks >= row_chunks else (0,):
-                        config = SimtConfig(threads, rows, chunks, blocks)
-                        if not 4 <= rows * chunks * 2 <= 32 or self.refuses(config, problem, m):
-                            continue
-                        if blocks and (blocks * threads < 512 or blocks * threads > 1536):
-                            continue
+            waste = row_chunks * threads * _config.VECTOR / problem.k - 1
+            if waste > 0.1 and threads != 64:
+                continue
+            for rows, chunks in itertools.product((1, 2, 4), sorted({1, 2, 4, row_chunks})):
+                if chunks > row_chunks or chunks not in _config.ALLOWED["chunks"] or not 2 <= rows * chunks <= 10:
+                    continue
+                for blocks in (0, 1, 2, 3, 4, 6) if chunks == row_chunks else (0,):
+                    config = SimtConfig(threads, rows, chunks, blocks)
+                    crowded = blocks and not 512 <= blocks * threads <= 1536
+                    if not crowded and self.refuses(config, problem, m) is None:
                         found.append(config)
         return tuple(found)
 

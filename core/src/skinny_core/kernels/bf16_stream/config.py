@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from skinny_core.errors import ConfigError
-from skinny_core.problem import MAX_M, DType, Problem
+from skinny_core.problem import MAX_M, DType, Epilogue, Problem
 
 STEM = "bf16_stream"
 BLOCK_M = 16
@@ -68,6 +68,49 @@ class StreamConfig:
 
     def __str__(self) -> str:
         return f"{STEM}({self.block_n}x{self.block_k}, warps={self.num_warps}, stages={self.num_stages})"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Everything the machine code depends on, apart from the architecture. Hashable; its `repr` is part of a cache key.
+
+    M, N, K and the strides are no part of it: one binary serves every M and every shape with the same flags.
+    """
+
+    config: StreamConfig
+    dtype: DType
+    output: DType
+    even_k: bool
+    residual: bool
+    pdl: bool
+    prefetch: bool
+
+    @classmethod
+    def of(cls, config: StreamConfig, problem: Problem, *, pdl: bool, prefetch: bool) -> Spec:
+        """The Spec that computes `problem`; prefetch counts only with pdl."""
+        return cls(
+            config=config,
+            dtype=problem.activation,
+            output=problem.output,
+            even_k=problem.k % config.block_k == 0,
+            residual=problem.epilogue is Epilogue.RESIDUAL,
+            pdl=pdl,
+            prefetch=pdl and prefetch,
+        )
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """The compile-time arguments of the kernel, in its order."""
+        return {
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_N": self.config.block_n,
+            "BLOCK_K": self.config.block_k,
+            "STAGES": self.config.num_stages,
+            "EVEN_K": self.even_k,
+            "HAS_RESIDUAL": self.residual,
+            "PDL": self.pdl,
+            "PREFETCH": self.prefetch,
+        }
 
 
 def _check(name: str, value: object) -> None:

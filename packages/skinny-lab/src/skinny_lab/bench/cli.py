@@ -1,0 +1,128 @@
+"""`skinny bench`: time planned cells against the call they replace, or measure a model's plan anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from skinny_core import env, family, table
+from skinny_core.errors import ModelConfigError, SkinnyError, UnknownDeviceError
+from skinny_core.plan import Cell, Plan, load
+from skinny_lab.bench.rows import OURS, Row
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
+)
+
+
+@app.command(name="skinny bench")
+def bench(
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Packaged configs ('qwen3-8b') to restrict to; default: all.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan file; default: every plan found for this device.")] = None,
+    rows: Annotated[str, typer.Option("-M", help="Values of M, such as 1,2 or 1-4.")] = "1-16",
+    out: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
+    cold_only: Annotated[bool, typer.Option("--cold-only", help="Skip the hot-L2 race.")] = False,
+    peer_folder: Annotated[
+        Path | None, typer.Option(help="Folder with vLLM's skinny_gemm.py, if vLLM lacks it.")
+    ] = None,
+) -> None:
+    """Time planned cells: ours, cuBLAS and the peers that can be loaded, in one race with rotated order.
+
+    Weights are rotated through more than three times the L2, every call is a CUDA-graph replay behind a small
+    elementwise kernel whose time is subtracted. Median of 15 rounds; nothing is printed for a cell with wrong results.
+    """
+    from skinny_core import device
+    from skinny_lab.bench import cells as measured
+    from skinny_lab.bench.peers import peer_maker
+
+    console = Console()
+    wanted = parse_rows(rows)
+    chosen = [(p, c) for p, c in find_cells(plan, models or [], device.current_key()) if c.m in wanted]
+    if not chosen:
+        raise UnknownDeviceError(
+            "no planned cell for this device, these models and M", "see `skinny doctor` for plans found"
+        )
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(chosen))
+
+        def step(cell: Cell) -> None:
+            progress.update(task, advance=1, description=cell.id)
+
+        result = measured.run(chosen, peers=peer_maker(peer_folder), hot=not cold_only, progress=step)
+    console.print(result_table(result))
+    if out is not None:
+        from skinny_lab.bench.rows import write_csv
+
+        write_csv(out, result)
+        console.print(f"{len(result)} rows in {out}")
+
+
+def parse_rows(text: str) -> set[int]:
+    """ "1,2,4-6" -> {1, 2, 4, 5, 6}; raises `ModelConfigError` naming the part that is not a number or a range."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        try:
+            low, high = int(first), int(last or first)
+        except ValueError:
+            raise ModelConfigError(
+                f"-M {text}: {part!r} is not a number or a range", "write for example -M 1,2,4-8"
+            ) from None
+        if not 1 <= low <= high <= 16:
+            raise ModelConfigError(f"-M {text}: {part!r} is outside 1 to 16", "write for example -M 1,2,4-8")
+        found |= set(range(low, high + 1))
+    return found
+
+
+def find_cells(path: Path | None, models: list[str], key: object) -> list[tuple[Plan, Cell]]:
+    """Cells of a file, or of every plan measured on device `key`, restricted to those some named config uses."""
+    if path is not None:
+        plans = [load(path)]
+    else:
+        packages = family.discover().packages
+        tables = [table.build(p.name, p, env.settings()) for p in packages]
+        plans = [s.plan for t in tables for s in t.sources if s.plan.key == key]
+    used = [(p, c) for p in plans for c in p.cells]
+    if not models:
+        return used
+    known = {name for p in family.discover().packages for name in p.configs}
+    for model in models:
+        if model not in known:
+            raise ModelConfigError(f"unknown model {model!r}", f"use one of: {', '.join(sorted(known))}")
+    return [(p, c) for p, c in used if any(user.split("/")[0] in models for user in c.used_by)]
+
+
+def result_table(rows: list[Row]) -> Table:
+    """One line per cell: medians of all providers (cold), the ratio to cuBLAS cold and hot."""
+    found = Table(title="cold L2, microseconds per call (median)")
+    providers = [p for p in dict.fromkeys(r.provider for r in rows) if p not in (OURS, "cublas")]
+    for name in ("cell", "M", "cublas", *providers, OURS, "x cold", "x hot"):
+        found.add_column(name, justify="left" if name == "cell" else "right", overflow="fold")
+    points: dict[tuple[str, int], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        points.setdefault((row.what, row.m), {})[row.provider, row.state] = row
+    for (what, m), at in points.items():
+        ours, base = at[OURS, "cold"], at["cublas", "cold"]
+        hot = at.get((OURS, "hot")), at.get(("cublas", "hot"))
+        others = [f"{at[p, 'cold'].p50:.2f}" if (p, "cold") in at else "" for p in providers]
+        ratio = f"{hot[1].p50 / hot[0].p50:.3f}" if hot[0] and hot[1] else ""
+        found.add_row(what, str(m), f"{base.p50:.2f}", *others, f"{ours.p50:.2f}", f"{base.p50 / ours.p50:.3f}", ratio)
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Run with arguments; returns the exit status. Errors of this project propagate to the `skinny` command."""
+    try:
+        app(arguments, standalone_mode=False, prog_name="skinny bench")
+    except typer.Exit as stop:
+        return stop.exit_code
+    except SkinnyError:
+        raise
+    return 0

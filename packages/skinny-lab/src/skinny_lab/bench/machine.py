@@ -1,0 +1,80 @@
+"""The machine of a measurement: what has to stand beside a number for it to mean anything."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from skinny_core.plan import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """State read from the driver: clocks in MHz, other processes with memory on this GPU."""
+
+    sm_mhz: int
+    memory_mhz: int
+    driver: str
+    others: int
+
+
+def gpu(index: int = 0) -> Gpu:
+    """Read the driver through `nvidia-smi`; zeros where it cannot be asked."""
+    fields = _smi(index, "--query-gpu=clocks.sm,clocks.mem,driver_version")
+    pids = {p for p in _smi_lines(index, "--query-compute-apps=pid") if p.isdigit()}
+    if len(fields) != 3:
+        return Gpu(0, 0, "unknown", 0)
+    sm, memory, driver = fields
+    # This process appears under a number of another namespace in a container, so only a second one is told.
+    return Gpu(int(sm), int(memory), driver, max(0, len(pids) - 1))
+
+
+def environment(index: int = 0) -> Environment:
+    """Everything that describes this run, for a plan file."""
+    return Environment(
+        gpu=torch.cuda.get_device_name(index),
+        driver=gpu(index).driver,
+        torch=torch.__version__,
+        cuda=torch.version.cuda or "",
+        dsl=" ".join(f"{name} {_version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")),
+        commit=commit(),
+        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        command=" ".join(["skinny", *sys.argv[1:]]),
+    )
+
+
+def commit() -> str:
+    """Commit of the source tree, with "+" where it has uncommitted changes; "" outside a checkout."""
+    here = Path(__file__).parent
+    head = _run(["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"])
+    dirty = _run(["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"])
+    return head + ("+" if head and dirty else "")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _smi(index: int, query: str) -> list[str]:
+    lines = _smi_lines(index, query)
+    return [part.strip() for part in lines[0].split(",")] if lines else []
+
+
+def _smi_lines(index: int, query: str) -> list[str]:
+    return _run(["nvidia-smi", f"--id={index}", query, "--format=csv,noheader,nounits"]).splitlines()
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

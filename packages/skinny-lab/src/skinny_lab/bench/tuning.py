@@ -1,0 +1,194 @@
+"""From candidates to cells: check, race, keep or refuse. The keep rule is DESIGN section 5, stated in `verdict()`.
+
+numerics gate, then a short race of everything (cold), then a long one of the best few, cuBLAS and peers (cold),
+then hot; for M >= 3 a captured decode step with the cell's projection swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from skinny_core import device, kernels
+from skinny_core.kernels import Kernel
+from skinny_core.plan import Cell, Evidence, Quantiles
+from skinny_core.problem import DType, KernelConfig, Problem, WeightScheme
+from skinny_core.testing.numerics import TOLERANCE, reference
+from skinny_lab.bench import contestants, race
+from skinny_lab.bench.machine import gpu
+
+COLD_GAIN = 1.05
+HOT_GAIN = 1.03
+HOT_GAIN_FROM_M3 = 1.0
+FINALISTS = 4
+SHORT_ROUNDS, LONG_ROUNDS = 3, 15
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Best config of one kernel for one Problem and M, with its rivals."""
+
+    problem: Problem
+    m: int
+    config: KernelConfig
+    rel_rmse: float
+    cold: Mapping[str, race.Times]
+    hot: Mapping[str, race.Times]
+    clocks: tuple[int, int]
+    tried: int
+    wrong: tuple[str, ...] = field(default=())
+
+    @property
+    def ours(self) -> race.Times:
+        """Cold times of the chosen config."""
+        return self.cold[str(self.config)]
+
+
+PeerMaker = Callable[[Problem, int], Mapping[str, race.Run]]
+
+
+def measure(
+    arena: race.Arena,
+    problem: Problem,
+    m: int,
+    stems: Iterable[str] = ("bf16_simt",),
+    *,
+    peers: PeerMaker | None = None,
+    configs: Iterable[KernelConfig] | None = None,
+) -> Measured:
+    """Race every candidate (or just `configs`) of the named kernels with cuBLAS and the peers at M = m.
+
+    Raises RuntimeError where no candidate gives right results.
+    """
+    before = gpu().sm_mhz
+    if configs is None:
+        configs = [
+            KernelConfig.of(stem, kernel.params_of(config))
+            for stem in stems
+            for kernel in [kernels.get(stem)]
+            for config in kernel.candidates(problem, m)
+        ]
+    runs = {str(c): contestants.ours(c, problem, m) for c in configs}
+    by_name = {str(c): c for c in configs}
+    errors = check(arena, problem, m, runs)
+    right = {name: run for name, run in runs.items() if errors[name] <= TOLERANCE[problem.output.torch]}
+    if not right:
+        raise RuntimeError(f"{problem} M={m}: no candidate passes the numerics gate ({len(runs)} tried)")
+    rivals = {contestants.BASELINE: contestants.cublas(), **(dict(peers(problem, m)) if peers else {})}
+    short = race.race(arena, m, {**right, **rivals}, rounds=SHORT_ROUNDS) if len(right) > FINALISTS else None
+    finalists = sorted(right, key=lambda name: short[name].p50)[:FINALISTS] if short else list(right)
+    cold = race.race(arena, m, {**{n: right[n] for n in finalists}, **rivals}, rounds=LONG_ROUNDS)
+    best = min(finalists, key=lambda name: cold[name].p50)
+    pair = {best: right[best], contestants.BASELINE: rivals[contestants.BASELINE]}
+    hot = race.race(arena, m, pair, rounds=LONG_ROUNDS, hot=True)
+    after = gpu().sm_mhz
+    return Measured(
+        problem=problem,
+        m=m,
+        config=by_name[best],
+        rel_rmse=errors[best],
+        cold={name: cold[name] for name in (best, *rivals)},
+        hot=hot,
+        clocks=(min(before, after), max(before, after)),
+        tried=len(runs),
+        wrong=tuple(name for name in runs if name not in right),
+    )
+
+
+def verdict(found: Measured, in_model_us: float | None) -> tuple[str, str]:
+    """("win", "") or ("refused", why): against the call it replaces, 5 % cold; hot 3 % at M <= 2, else not slower; for
+    M >= 3 not slower inside a captured decode step."""
+    base, best = contestants.BASELINE, str(found.config)
+    cold = found.cold[base].p50 / found.cold[best].p50
+    hot = found.hot[base].p50 / found.hot[best].p50
+    needed = HOT_GAIN if found.m <= 2 else HOT_GAIN_FROM_M3
+    if cold < COLD_GAIN:
+        return "refused", f"{cold:.3f}x cold, needs {COLD_GAIN}x"
+    if hot < needed:
+        return "refused", f"{hot:.3f}x hot, needs {needed}x ({cold:.3f}x cold)"
+    if found.m >= 3 and in_model_us is not None and in_model_us > 0:
+        return "refused", f"{cold:.3f}x alone, but the decode step is {in_model_us:.1f} us slower"
+    return "win", ""
+
+
+def cell(found: Measured, name: str, used_by: tuple[str, ...], in_model_us: float | None) -> Cell:
+    """The plan cell of a measurement."""
+    base, best = contestants.BASELINE, str(found.config)
+    peers = {n: t for n, t in found.cold.items() if n not in (base, best)}
+    ours = found.ours
+    # Ahead only where the spreads do not touch: a peer's slow end is faster than our fast end.
+    ahead = [n for n, t in peers.items() if t.p80 < ours.p20]
+    status, why = verdict(found, in_model_us)
+    return Cell(
+        id=name,
+        n=found.problem.n,
+        k=found.problem.k,
+        m=found.m,
+        weight=found.problem.weight,
+        activation=found.problem.activation,
+        output=found.problem.output,
+        epilogue=found.problem.epilogue,
+        status=status,  # type: ignore[arg-type]
+        kernel=found.config.kernel,
+        config=dict(found.config.params),
+        used_by=used_by,
+        why=why,
+        evidence=Evidence(
+            candidate=_quantiles(ours),
+            baseline=_quantiles(found.cold[base]),
+            baseline_name=base,
+            candidate_hot=_quantiles(found.hot[best]),
+            baseline_hot=_quantiles(found.hot[base]),
+            peers={n: t.p50 for n, t in peers.items()},
+            peer_ahead=min(ahead, key=lambda n: peers[n].p50) if ahead else "",
+            rounds=ours.rounds,
+            rel_rmse=round(found.rel_rmse, 6),
+            in_model_us=None if in_model_us is None else round(in_model_us, 2),
+            clock_mhz=found.clocks if all(found.clocks) else None,
+        ),
+    )
+
+
+def prepare_all(problems: Iterable[tuple[Problem, int]], stems: Iterable[str] = ("bf16_simt",)) -> int:
+    """Compile the candidates of many races at once, in parallel worker processes; returns how many configs there
+    are.
+    """
+    from skinny_core import warmup
+
+    key = device.current_key()
+    if key is None:
+        return 0
+    jobs = []
+    for problem, m in problems:
+        for stem in stems:
+            kernel: Kernel = kernels.get(stem)
+            jobs += [(KernelConfig.of(stem, kernel.params_of(c)), problem, m) for c in kernel.candidates(problem, m)]
+    warmup.prepare_in_parallel(jobs, key, prewait=True)
+    return len(jobs)
+
+
+def problem_of(n: int, k: int, dtype: DType = DType.BF16) -> Problem:
+    """The plain projection of a shape: output in the input dtype, no epilogue."""
+    return Problem(n=n, k=k, weight=WeightScheme(dtype.value), activation=dtype, output=dtype)
+
+
+def check(arena: race.Arena, problem: Problem, m: int, runs: Mapping[str, race.Run]) -> dict[str, float]:
+    """rel-RMSE of every contestant on fresh random inputs; infinity for one that fails or leaves an element
+    unwritten.
+    """
+    x, w = arena.activation(m), arena.weights[0]
+    ref = reference(x, w)
+    scale = torch.linalg.vector_norm(ref)
+    errors = {}
+    for name, run in runs.items():
+        y = torch.full((m, problem.n), float("nan"), dtype=problem.output.torch, device="cuda")
+        run(x, w, y)
+        error = float(torch.linalg.vector_norm(y.double() - ref) / scale)
+        errors[name] = error if error == error else float("inf")
+    return errors
+
+
+def _quantiles(times: race.Times) -> Quantiles:
+    return Quantiles(times.p20, times.p50, times.p80)

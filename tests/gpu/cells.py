@@ -1,0 +1,49 @@
+"""Made-up cells for tests of behaviour, where the shape does not matter and the speed is not measured."""
+
+from __future__ import annotations
+
+import torch
+
+from skinny_core import dispatch, plan, warmup
+from skinny_core.device import DeviceKey
+from skinny_core.problem import DType
+
+FAMILY = "test"
+CONFIG = {"threads": 128, "rows": 2, "chunks": 2}
+
+
+def made_up(n: int, k: int, m: int, *, config: dict[str, int] | None = None, dtype: str = "bf16") -> plan.Cell:
+    """A `win` cell whose evidence is filler: it must never reach a plan file."""
+    filler = plan.Quantiles(1.0, 1.0, 1.0)
+    return plan.Cell(
+        id=f"{n}x{k}/M{m}",
+        n=n,
+        k=k,
+        m=m,
+        weight=dtype,  # type: ignore[arg-type]
+        activation=dtype,  # type: ignore[arg-type]
+        output=dtype,  # type: ignore[arg-type]
+        status="win",
+        kernel="bf16_simt",
+        config=config or CONFIG,
+        evidence=plan.Evidence(candidate=filler, baseline=filler, baseline_name="filler"),
+    )
+
+
+def activate(key: DeviceKey, *cells: plan.Cell, static_weights: bool = False, warm: bool = True) -> None:
+    """Make the cells run in family FAMILY."""
+    dispatch.activate_cells(FAMILY, key, cells, static_weights=static_weights)
+    if warm:
+        warmup.warm(FAMILY, [(c.n, c.k, DType(c.activation)) for c in cells])
+
+
+def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The plain entry in family FAMILY."""
+    return dispatch.linear(x, w, FAMILY)
+
+
+def ran(outcome: str = "kernel:bf16_simt") -> int:
+    """How many calls of FAMILY ended in `outcome` so far."""
+    return sum(
+        count for (family, *_, what), count in dispatch.counters().items() if (family, what) == (FAMILY, outcome)
+    )

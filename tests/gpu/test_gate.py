@@ -1,0 +1,98 @@
+"""The gate itself: which sessions are green, and that a skipped GPU test does not count as one that ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import run
+from tests.gpu.gate import Facts, RunCounter, judge
+
+SUITE = """
+import pytest
+@pytest.mark.sm90
+def test_runs(): pass
+@pytest.mark.sm90
+def test_skipped_in_body(): pytest.skip("no device")
+@pytest.mark.sm90
+@pytest.mark.skipif(True, reason="no device")
+def test_skipped_by_mark(): pass
+@pytest.mark.sm90
+def test_fails(): assert False
+@pytest.fixture
+def broken(): raise RuntimeError("set-up")
+@pytest.mark.sm90
+def test_fails_in_set_up(broken): pass
+def test_of_no_architecture(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("facts", "allow_skip", "code", "says"),
+    [
+        pytest.param(Facts(arch="sm90", device=None), False, 1, "no device", id="no-device"),
+        pytest.param(
+            Facts(arch="sm90", device=None, compiled=7, shipped=7), True, 0, "7 cells NOT RUN", id="no-device-allowed"
+        ),
+        pytest.param(
+            Facts(arch="sm90", device=None, compiled=6, shipped=7, compile_errors=("x",)),
+            True,
+            1,
+            "1 of 7",
+            id="compile-error",
+        ),
+        pytest.param(
+            Facts(arch="sm90", device="H200", exit_code=5), False, 1, "no GPU test ran", id="nothing-collected"
+        ),
+        pytest.param(Facts(arch="sm90", device="H200", exit_code=0), False, 1, "no GPU test ran", id="all-skipped"),
+        pytest.param(Facts(arch="sm90", device="H200", exit_code=0), True, 0, "allowed", id="all-skipped-allowed"),
+        pytest.param(
+            Facts(arch="sm90", device="H200", ran=3, failed=1, exit_code=1), False, 1, "1 failed", id="failed"
+        ),
+        pytest.param(
+            Facts(arch="sm90", device="H200", ran=3, failed=1, exit_code=1), True, 1, "1 failed", id="failed-allowed"
+        ),
+        pytest.param(Facts(arch="sm90", device="H200", ran=3, exit_code=2), False, 1, "RED", id="interrupted"),
+        pytest.param(Facts(arch="sm90", device="H200", ran=3), False, 0, "3 GPU tests passed on H200", id="green"),
+    ],
+)
+def test_judge(facts: Facts, allow_skip: bool, code: int, says: str) -> None:
+    result = judge(facts, allow_skip=allow_skip)
+    assert result.code == code
+    assert says in result.line
+    assert "\n" not in result.line
+
+
+def test_only_executed_bodies_count(tmp_path: Path) -> None:
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = sm90: x\n")
+    counter = RunCounter("sm90")
+    options = [
+        "-q",
+        "--no-header",
+        "--no-summary",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-c",
+        str(tmp_path / "pytest.ini"),
+    ]
+    pytest.main([*options, "--rootdir", str(tmp_path), str(tmp_path)], plugins=[counter])
+    assert (counter.ran, counter.failed) == (2, 2)
+
+
+def test_session_without_a_device_is_red(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(run, "matching_device", lambda arch: None)
+    assert run.main(["--arch", "sm90"]) == 1
+    assert "nothing was tested" in capsys.readouterr().out
+
+
+def test_session_with_a_device_and_no_test_is_red(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "matching_device", lambda arch: "some GPU")
+    monkeypatch.setattr(run, "run_tests", lambda arch, device, arguments: Facts(arch=arch, device=device, exit_code=5))
+    assert run.main(["--arch", "sm90"]) == 1
+    assert "no GPU test ran" in capsys.readouterr().out

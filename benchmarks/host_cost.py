@@ -1,7 +1,7 @@
 """Host cost of one eager call in microseconds: `F.linear`, the op and the plain entry, planned and unplanned.
 
-`python benchmarks/host_cost.py` on a CUDA machine. The GPU work is kept tiny and the queue short, so that the time is that
-of the calling thread; loops alternate, the median of 15 is printed.
+`python benchmarks/host_cost.py` on a CUDA machine. The GPU work is kept tiny and the queue short, so that the time is
+that of the calling thread; loops alternate, the median of 15 is printed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def main() -> None:
 
 
 def _activate_cell() -> None:
-    """A one-cell plan for this device, made up for its host cost only: its times are not a measurement and are not kept."""
+    """A one-cell plan for this device, made up for its host cost only: its times are not a measurement and are not
+    kept.
+    """
     key = device.current_key()
     assert key is not None
     any_time = plan.Quantiles(1.0, 1.0, 1.0)

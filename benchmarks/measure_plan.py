@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["qwen3-4b", "qwen3-8b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4], help="values of M")
     parser.add_argument("--peer-folder", type=Path, default=None, help="folder with vLLM's skinny_gemm.py")
+    parser.add_argument("--commit", default="", help="commit of the sources, where they are not a checkout")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     package = next(p for p in family.discover().packages if p.name == arguments.package)
@@ -30,7 +31,12 @@ def main() -> None:
         print(f"{time.monotonic() - begun:6.1f}s {line}", flush=True)
 
     plan = model_plan.tune_models(
-        package, arguments.models, arguments.rows, peers=peer_maker(arguments.peer_folder), progress=progress
+        package,
+        arguments.models,
+        arguments.rows,
+        peers=peer_maker(arguments.peer_folder),
+        progress=progress,
+        commit=arguments.commit,
     )
     model_plan.save(plan, arguments.out / "plan.toml")
     found = cells.planned_rows(plan)

@@ -2,14 +2,15 @@
 
 `python benchmarks/tpot_vllm.py --out DIR [--model qwen3-8b] [--concurrency 1 2 4 8] [--runs 2]`
 
-Every arm is a process of its own: SKINNY=off, then SKINNY=on, and so on, all with one compile-cache folder, which stays on:
-the plug-in's digest has to keep the arms apart. Dummy weights, random prompts of 1024 tokens, greedy, CUDA graphs. TPOT is
-the time between two engine steps while every request decodes.
+Every arm is a process of its own: SKINNY=off, then SKINNY=on, and so on, all with one compile-cache folder, which stays
+on: the plug-in's digest has to keep the arms apart. Dummy weights, random prompts of 1024 tokens, greedy, CUDA graphs.
+TPOT is the time between two engine steps while every request decodes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -25,7 +26,9 @@ VOCABULARY = 150_000
 
 
 def arm(model: Path, concurrencies: list[int]) -> dict[str, Any]:
-    """One process: build the engine, decode at each concurrency, return percentiles in ms and what the plug-in counted."""
+    """One process: build the engine, decode at each concurrency, return percentiles in ms and what the plug-in
+    counted.
+    """
     import random
 
     from vllm import LLM, SamplingParams
@@ -60,7 +63,7 @@ def arm(model: Path, concurrencies: list[int]) -> dict[str, Any]:
                         outputs[done.request_id] = tuple(done.outputs[0].token_ids)
                 ticks.append(time.perf_counter())
             # The first steps prefill; the last ones may run with fewer requests.
-            decode = [b - a for a, b in zip(ticks, ticks[1:], strict=False)][concurrency + SETTLE : -SETTLE]
+            decode = [b - a for a, b in itertools.pairwise(ticks)][concurrency + SETTLE : -SETTLE]
             steps += decode
             tokens = [outputs[key] for key in sorted(outputs)]
         ordered = sorted(steps)
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--commit", default="", help="commit of the sources, where they are not a checkout")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -113,7 +117,7 @@ def drive(arguments: argparse.Namespace, folder: Path) -> None:
     config = {**package.configs[arguments.model], "architectures": [package.architectures[0]], "dtype": "bfloat16"}
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    environment = machine.environment()
+    environment = machine.environment(commit=arguments.commit)
     found: list[rows.Row] = []
     raw: list[dict[str, Any]] = []
     for run in range(arguments.runs):

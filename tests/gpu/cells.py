@@ -6,13 +6,13 @@ import torch
 
 from skinny_core import dispatch, plan, warmup
 from skinny_core.device import DeviceKey
-from skinny_core.problem import DType
+from skinny_core.problem import DType, WeightScheme
 
 FAMILY = "test"
 CONFIG = {"threads": 128, "rows": 2, "chunks": 2}
 
 
-def made_up(n: int, k: int, m: int, *, config: dict[str, int] | None = None, dtype: str = "bf16") -> plan.Cell:
+def made_up(n: int, k: int, m: int, *, config: dict[str, int] | None = None, dtype: DType = DType.BF16) -> plan.Cell:
     """A `win` cell whose evidence is filler: it must never reach a plan file."""
     filler = plan.Quantiles(1.0, 1.0, 1.0)
     return plan.Cell(
@@ -20,9 +20,9 @@ def made_up(n: int, k: int, m: int, *, config: dict[str, int] | None = None, dty
         n=n,
         k=k,
         m=m,
-        weight=dtype,  # type: ignore[arg-type]
-        activation=dtype,  # type: ignore[arg-type]
-        output=dtype,  # type: ignore[arg-type]
+        weight=WeightScheme(dtype.value),
+        activation=dtype,
+        output=dtype,
         status="win",
         kernel="bf16_simt",
         config=config or CONFIG,
@@ -34,7 +34,7 @@ def activate(key: DeviceKey, *cells: plan.Cell, static_weights: bool = False, wa
     """Make the cells run in family FAMILY."""
     dispatch.activate_cells(FAMILY, key, cells, static_weights=static_weights)
     if warm:
-        warmup.warm(FAMILY, [(c.n, c.k, DType(c.activation)) for c in cells])
+        warmup.warm(FAMILY, [(c.n, c.k, c.activation) for c in cells])
 
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ import torch
 
 from skinny_core import dispatch, family, warmup
 from skinny_core.device import DeviceKey
-from skinny_core.problem import DType
 from skinny_core.testing import numerics
 from tests import checkout
 from tests.gpu.shipped import Shipped, shipped_cells
@@ -42,7 +41,7 @@ def ready(shipped: Shipped, gpu: DeviceKey) -> str:
     package = next(p for p in family.discover().packages if shipped.cell.id.startswith(p.name))
     dispatch.activate(package, static_weights=True)
     cell = shipped.cell
-    warmup.warm(package.name, [(cell.n, cell.k, DType(cell.activation))], [cell.m])
+    warmup.warm(package.name, [(cell.n, cell.k, cell.activation)], [cell.m])
     return package.name
 
 

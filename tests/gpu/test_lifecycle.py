@@ -1,6 +1,7 @@
 """What happens around a planned layer on a real GPU: layouts, gradients, captured graphs, weight updates, streams, PDL.
 
-Each test proves which path ran. Kinds of field bugs: layout, alignment, rank, zero rows, capture, PDL, gradients, weights.
+Each test proves which path ran. Kinds of field bugs: layout, alignment, rank, zero rows, capture, PDL, gradients,
+weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tools that kernel tests here and in other projects share: numerics gates, SASS checks, Triton's interpreter made exact.
+"""Tools that kernel tests here and elsewhere share: numerics gates, SASS checks, Triton's interpreter made exact.
 
-Needs nothing beyond the dependencies of skinny-core; `triton_mode` alone imports pytest. Nothing is imported on its own.
+`triton_mode` needs pytest; the others need what skinny-core depends on. Importing this package imports none of them.
 """

@@ -1,7 +1,8 @@
 """Run Triton kernels on the CPU with the rounding of the GPU.
 
-The stock interpreter truncates FP32 -> BF16 and multiplies the raw bits of BF16 operands in `tl.dot`. `install()` replaces
-the three methods at fault by torch-backed ones. Start the process with TRITON_INTERPRET=1: Triton decides at import.
+The stock interpreter truncates FP32 -> BF16 and multiplies the raw bits of BF16 operands in `tl.dot`. `install()`
+replaces the three methods at fault by torch-backed ones. Start the process with TRITON_INTERPRET=1: Triton decides at
+import.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def requested() -> bool:
 
 
 def install() -> None:
-    """Patch the interpreter; a second call does nothing. Raises `InterpreterModeError`, and then has changed nothing."""
+    """Patch the interpreter, once. Raises `InterpreterModeError`, and then has changed nothing."""
     if _originals:
         return
     if not requested():

@@ -1,7 +1,7 @@
 """The gates of DESIGN section 6, as functions that a CPU interpreter test and a GPU test call alike.
 
-T1: `rel_rmse = ||y - ref|| / ||ref||` with `ref` the float64 product of the exact inputs. `fn(x, w)` below is any callable
-that returns `[M, N]` for x `[M, K]` and w `[N, K]`.
+T1: `rel_rmse = ||y - ref|| / ||ref||` with `ref` the float64 product of the exact inputs. `fn(x, w)` below is any
+callable that returns `[M, N]` for x `[M, K]` and w `[N, K]`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 TOLERANCE: dict[torch.dtype, float] = {
-    # One final rounding gives 1.66e-3 for Gaussian data at any K. Above it lie the faults: a second rounding (a residual
-    # or a partial sum kept in BF16) 2.35e-3, one lost element of K = 25600 5.2e-3, of K = 4096 1.6e-2.
+    # One final rounding gives 1.66e-3 for Gaussian data at any K. Above it lie the faults: a second rounding (a
+    # residual or a partial sum kept in BF16) 2.35e-3, one lost element of K = 25600 5.2e-3, of K = 4096 1.6e-2.
     torch.bfloat16: 2.0e-3,
     # The same with three more bits of mantissa: one rounding 2.08e-4, two 2.95e-4.
     torch.float16: 2.5e-4,
-    # Nothing is rounded but the FP32 accumulation: 1.2e-7 at K = 4096, 7e-7 at K = 25600 on a CPU. The rest is room for the
-    # truncating adders of tensor cores; BF16 anywhere in the chain gives 1.66e-3.
+    # Nothing is rounded but the FP32 accumulation: 1.2e-7 at K = 4096, 7e-7 at K = 25600 on a CPU. The rest is room for
+    # the truncating adders of tensor cores; BF16 anywhere in the chain gives 1.66e-3.
     torch.float32: 5.0e-6,
 }
 """Largest `rel_rmse` by output dtype."""
@@ -104,7 +104,7 @@ def rows_isolated(fn: Linear, x: torch.Tensor, w: torch.Tensor, *, row: int, fil
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """An output full of NaN inside a larger buffer: `y` `[M, N]`, guards before and after it, and a gap behind each row.
+    """An output full of NaN inside a larger buffer: `y` `[M, N]`, guards on both sides, and a gap behind each row.
 
     An element that the kernel never wrote stays NaN and fails every gate; a store outside y changes a guard.
     """
@@ -143,18 +143,19 @@ def padded_rows(values: torch.Tensor, pad: int) -> torch.Tensor:
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
     """`torch.empty` and its relatives return NaN, so that an output element nobody wrote cannot pass by luck."""
+    deterministic: Any = torch.utils.deterministic  # its settings are properties that the stubs do not know
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
+        deterministic.fill_uninitialized_memory,
     )
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = before[2]
+        deterministic.fill_uninitialized_memory = before[2]
 
 
 def _worst(y: torch.Tensor, ref: torch.Tensor) -> str:

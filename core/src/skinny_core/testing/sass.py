@@ -1,7 +1,7 @@
 """Look into a cubin with the two tools that Triton's wheel carries, on a machine without a GPU.
 
-`inspect(cubin)` counts what matters for a kernel that streams a weight: registers, spills, the widths of its global loads
-and its matrix instructions. `assert_streaming(report)` is the gate. Importing this module imports no Triton.
+`inspect(cubin)` counts what matters for a kernel that streams a weight: registers, spills, the widths of its global
+loads and its matrix instructions. `assert_streaming(report)` is the gate. Importing this module imports no Triton.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TARGET = re.compile(r"\.target\s+(sm_\d+\w?)")
 _FLAGS = re.compile(r'\.headerflags\s+@"([^"]*)"')
 _UNDECODED = re.compile(r"Cannot decode architecture '(\w+)'", re.IGNORECASE)
 _MATRIX = re.compile(r"(HGMMA|QGMMA|IGMMA|BGMMA|HMMA|QMMA|OMMA|IMMA|UTC\w*MMA)\b.*")
-_PTX_LOAD = re.compile(r"\b(?:ld\.global(?:\.[\w:]+)*|cp\.async\.c[ag]\.shared\.global[^;]*;|cp\.async\.bulk\.\w[^;]*;)")
+_PTX_LOAD = re.compile(r"\b(?:ld\.global(?:\.[\w:]+)*|cp\.async\.(?:c[ag]\.shared\.global|bulk\.\w)[^;]*;)")
 
 
 class SassError(SkinnyError, RuntimeError):
@@ -35,8 +35,8 @@ class SassError(SkinnyError, RuntimeError):
 class SassReport:
     """What a cubin holds. Byte counts are per thread (stack, local) or per block (shared, the static part only).
 
-    decoded: False where this nvdisasm does not know the architecture; `opcodes` and `mma` are then empty, and `loads` come
-    from the PTX text (what the compiler was asked for, not what it made). note: why, in one sentence.
+    decoded: False where this nvdisasm does not know the architecture; `opcodes` and `mma` are then empty, and `loads`
+    come from the PTX text (what the compiler was asked for, not what it made). note: why, in one sentence.
     loads: "LDG.128", "LDGSTS.128", "UTMALDG", ... -> number of instructions, width in bits. opcodes: in program order.
     """
 
@@ -91,7 +91,7 @@ def inspect(cubin: bytes, *, ptx: str = "") -> SassReport:
 
 
 def assert_streaming(report: SassReport, *, narrow_loads: int = 0, mma: str | None = None) -> None:
-    """The binary streams: nothing spilled, 16-byte global loads (or TMA) present, and no more than `narrow_loads` others.
+    """The binary streams: nothing spilled, 16-byte global loads (or TMA) present, at most `narrow_loads` others.
 
     narrow_loads: global load instructions below 128 bits that the epilogue or scalar reads may need.
     mma: required prefix of the matrix instructions ("HGMMA", "UTCHMMA", "HMMA"); not checked where SASS is not decoded.
@@ -112,9 +112,14 @@ def assert_streaming(report: SassReport, *, narrow_loads: int = 0, mma: str | No
 def assert_before(report: SassReport, first: str, second: str) -> None:
     """The first instruction starting with `second` comes after one starting with `first`, in program order."""
     assert report.decoded, f"{report.arch}: {report.note}"
-    places = [next((i for i, op in enumerate(report.opcodes) if op.startswith(name)), None) for name in (first, second)]
-    assert None not in places, f"{first} or {second} is missing"
-    assert places[0] < places[1], f"{second} at {places[1]} comes before {first} at {places[0]}"
+    early, late = (_place(report, name) for name in (first, second))
+    assert early < late, f"{second} at {late} comes before {first} at {early}"
+
+
+def _place(report: SassReport, name: str) -> int:
+    place = next((i for i, op in enumerate(report.opcodes) if op.startswith(name)), -1)
+    assert place >= 0, f"{report.arch}: {name} is missing"
+    return place
 
 
 def _load_width(opcode: str) -> str | None:
@@ -167,4 +172,5 @@ def _run(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def _failed(tool: str, result: subprocess.CompletedProcess[str]) -> SassError:
     text = (result.stderr or result.stdout).strip()[:300]
-    return SassError(f"{tool} could not read the cubin (exit {result.returncode}): {text}", "check the target of the compile")
+    what = f"{tool} could not read the cubin (exit {result.returncode}): {text}"
+    return SassError(what, "pass the bytes of a cubin, and check the target it was compiled for")

@@ -1,7 +1,7 @@
 """A kernel that lets its dependents start at once, waits, and only then writes: it shows a missing dependency wait.
 
-field_bugs S08: under programmatic dependent launch a consumer that reads before it waits gets the old activation. CuTe DSL,
-so it needs `skinny-core[cute]` and a GPU of capability 9.0 or later.
+field_bugs S08: under programmatic dependent launch a consumer that reads before it waits gets the old activation. CuTe
+DSL, so it needs `skinny-core[cute]` and a GPU of capability 9.0 or later.
 """
 
 from __future__ import annotations

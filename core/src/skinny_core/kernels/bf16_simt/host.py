@@ -105,22 +105,24 @@ class Bf16Simt:
 
     def candidates(self, problem: Problem, m: int) -> tuple[SimtConfig, ...]:
         """Configs worth racing: at most a tenth of the threads' reach past K is wasted, 2 to 8 loads of 16 bytes in
-        flight per thread, and persistent grids of 512 to 1536 threads per SM where a row fits in registers. Everything
-        that came within 1 % of the best in the first sweep (558 configs, benchmarks/NOTES.md) is among them.
+        flight per thread, and persistent grids of about 1024 threads per SM where a row fits in registers. Every config
+        that came within 1 % of the best of a cell in the two wide sweeps (benchmarks/NOTES.md) is among them.
         """
         found = []
-        for threads in (64, 128, 160, 256, 320, 384, 512, 768):
+        for threads in (64, 128, 160, 256, 320, 512):
             row_chunks = -(-problem.k // (threads * _config.VECTOR))
             waste = row_chunks * threads * _config.VECTOR / problem.k - 1
             if waste > 0.1 and threads != 64:
                 continue
             for rows, chunks in itertools.product((1, 2, 4), sorted({1, 2, 4, row_chunks})):
-                if chunks > row_chunks or chunks not in _config.ALLOWED["chunks"] or not 2 <= rows * chunks <= 10:
+                if chunks > min(row_chunks, 5) or rows * chunks not in (2, 3, 4, 8, 10):
                     continue
-                for blocks in (0, 1, 2, 3, 4, 6) if chunks == row_chunks else (0,):
+                resident = chunks == row_chunks
+                for blocks in (
+                    (0, 1024 // threads) if resident and 1024 // threads in _config.ALLOWED["blocks_per_sm"] else (0,)
+                ):
                     config = SimtConfig(threads, rows, chunks, blocks)
-                    crowded = blocks and not 512 <= blocks * threads <= 1536
-                    if not crowded and self.refuses(config, problem, m) is None:
+                    if self.refuses(config, problem, m) is None:
                         found.append(config)
         return tuple(found)
 

@@ -1,7 +1,7 @@
 """From a Spec to machine code: compile with Triton, keep it in the project's disk cache, load it on a device.
 
-Compiled ahead, from a stated signature rather than by a first launch: nothing runs on data, and the specialisation cannot
-depend on the alignment of the first tensors seen.
+Compiled ahead, from a stated signature rather than by a first launch: nothing runs on data, and the specialisation
+cannot depend on the alignment of the first tensors seen.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class StreamConfig:
 
     @classmethod
     def from_params(cls, params: Mapping[str, int]) -> StreamConfig:
-        """Build from the `config` table of a plan cell; raises `ConfigError` for anything the kernel does not define."""
+        """Build from the `config` table of a plan cell; raises `ConfigError` for what is not defined here."""
         names = [f.name for f in fields(cls)]
         if unknown := sorted(set(params) - set(names)):
             raise ConfigError(f"{STEM}: unknown key {unknown[0]!r}", f"use {', '.join(names)}")

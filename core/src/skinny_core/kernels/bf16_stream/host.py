@@ -35,13 +35,14 @@ def check(
     """Raise `KernelRefusedError` where a call is outside the contract of `kernels.Launcher` for this Problem.
 
     x [..., K] and w [N, K] are read 16 bytes at a time, so their addresses and row strides are multiples of 16 bytes
-    (contiguous does not imply aligned); y and residual [..., N] may lie anywhere. Strides of a dimension of size 1 do not
-    matter.
+    (contiguous does not imply aligned); y and residual [..., N] may lie anywhere. Strides of a dimension of size 1 do
+    not matter.
     """
     n, k = problem.n, problem.k
     m = x.numel() // k
     if not (1 <= m <= MAX_M and x.shape[-1] == k and w.shape == (n, k) and y.shape == (*x.shape[:-1], n)):
-        raise _refused(f"shapes x {tuple(x.shape)}, w {tuple(w.shape)}, y {tuple(y.shape)}", f"M 1-{MAX_M} of {problem}")
+        shapes = f"shapes x {tuple(x.shape)}, w {tuple(w.shape)}, y {tuple(y.shape)}"
+        raise _refused(shapes, f"M 1-{MAX_M} of {problem}")
     half = problem.activation.torch
     if x.dtype != half or w.dtype != half or y.dtype != problem.output.torch:
         raise _refused(f"dtypes x {x.dtype}, w {w.dtype}, y {y.dtype}", f"the dtypes of {problem}")
@@ -51,8 +52,10 @@ def check(
         raise _refused("a residual" if residual is not None else "no residual", f"what {problem} says")
     if residual is not None and (residual.shape, residual.dtype, residual.device) != (y.shape, half, x.device):
         raise _refused(f"residual {residual.dtype} {tuple(residual.shape)} on {residual.device}", "one like the output")
-    rows = [("x", x, x_stride), ("y", y, y_stride)] + ([] if residual is None else [("residual", residual, residual_stride)])
-    for name, tensor, stride in [*rows, ("w", w, w.stride(0))]:
+    rows = [("x", x, x_stride), ("w", w, w.stride(0)), ("y", y, y_stride)]
+    if residual is not None:
+        rows.append(("residual", residual, residual_stride))
+    for name, tensor, stride in rows:
         if tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
             raise _refused(f"strides {name} {tensor.stride()}", "unit stride in the last dimension")
         if tensor.dim() == 2 and tensor.shape[0] != 1 and tensor.stride(0) != stride:
@@ -88,7 +91,7 @@ class _GpuLauncher:
         self._current_device = torch._C._cuda_getDevice
         # Triton's launcher drops the constants, but wants them in their places.
         self._constants = tuple(plain.constants.values())
-        with torch.cuda.device(index):  # subscribing with the grid loads the module on the current device
+        with torch.cuda.device(index):  # indexing by the grid loads the module on the current device
             self._run = build.load(plain, key, index)[grid]
             self._late = build.load(early, key, index)[grid]
 
@@ -220,7 +223,9 @@ class Bf16Stream:
         """Whether the disk cache holds the machine code that `prepare` would make."""
         return all(build.is_stored(spec, key) for spec in _specs(config, problem, key, prewait=prewait))
 
-    def cross_compile(self, config: StreamConfig, problem: Problem, m: int, arch: str, *, prewait: bool = True) -> Binary:
+    def cross_compile(
+        self, config: StreamConfig, problem: Problem, m: int, arch: str, *, prewait: bool = True
+    ) -> Binary:
         """Machine code for `arch` ("sm_90a", ...), no device needed."""
         self._require(config, problem, m)
         spec = Spec.of(config, problem, pdl=True, prefetch=prewait)

@@ -44,8 +44,8 @@ def stream_kernel(
 
     if PREFETCH:
         # Into L2 only, which is the point of coherence: should a predecessor still be writing w, the loads below, which
-        # come after the wait, see the new bytes. One request per row for the bytes of the first STAGES tiles; a multiple
-        # of 16 and never past the row, since K % 8 == 0.
+        # come after the wait, see the new bytes. One request per row for the bytes of the first STAGES tiles: never
+        # past the row, and a multiple of 16, since K % 8 == 0.
         first = tl.minimum(K, STAGES * BLOCK_K) * (w.dtype.element_ty.primitive_bitwidth // 8)
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [row_w, first], tl.int32, False, 1

@@ -35,21 +35,21 @@ def gpu(index: int = 0) -> Gpu:
     return Gpu(int(sm), int(memory), driver, max(0, len(pids) - 1))
 
 
-def environment(index: int = 0) -> Environment:
-    """Everything that describes this run, for a plan file."""
+def environment(index: int = 0, *, commit: str = "") -> Environment:
+    """Everything that describes this run, for a plan file. commit: where it is not measured in a checkout."""
     return Environment(
         gpu=torch.cuda.get_device_name(index),
         driver=gpu(index).driver,
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a str subclass that does not serialise
         cuda=torch.version.cuda or "",
         dsl=" ".join(f"{name} {_version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")),
-        commit=commit(),
-        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        command=" ".join(["skinny", *sys.argv[1:]]),
+        commit=commit or checkout_commit(),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     )
 
 
-def commit() -> str:
+def checkout_commit() -> str:
     """Commit of the source tree, with "+" where it has uncommitted changes; "" outside a checkout."""
     here = Path(__file__).parent
     head = _run(["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"])

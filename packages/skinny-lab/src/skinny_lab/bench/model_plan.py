@@ -57,16 +57,16 @@ def tune_models(
         used_by = tuple(f"{config}/{p.name}" for config, p in users)
         delta = in_model.get((measured.problem, measured.m))
         cells.append(tuning.cell(measured, f"{name}/{projection.name}/M{measured.m}", used_by, delta))
-    return make_plan(package.name, cells)
+    return make_plan(package.name, cells, commit=commit)
 
 
-def make_plan(family: str, cells: Iterable[Cell]) -> Plan:
+def make_plan(family: str, cells: Iterable[Cell], *, commit: str = "") -> Plan:
     """A plan of cells measured here and now."""
     key = device.current_key()
     assert key is not None
     table = plan.DeviceTable(key.capability, key.sm_count, key.l2_bytes, key.memory_class)
     product = device.product_name(key) or key.slug
-    return Plan(family=family, product=product, device=table, environment=machine.environment(), cell=tuple(cells))
+    return Plan(family=family, product=product, device=table, environment=machine.environment(commit=commit), cell=tuple(cells))
 
 
 def quick_plan(shapes: Iterable[tuple[int, int]], ms: Iterable[int], *, family: str = "demo") -> Plan:

@@ -7,7 +7,7 @@ then hot; for M >= 3 a captured decode step with the cell's projection swapped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -160,12 +160,15 @@ def prepare_all(problems: Iterable[tuple[Problem, int]], stems: Iterable[str] = 
     key = device.current_key()
     if key is None:
         return 0
-    jobs = []
+    jobs: dict[tuple[KernelConfig, Problem, int], tuple[KernelConfig, Problem, int]] = {}
     for problem, m in problems:
         for stem in stems:
             kernel: Kernel = kernels.get(stem)
-            jobs += [(KernelConfig.of(stem, kernel.params_of(c)), problem, m) for c in kernel.candidates(problem, m)]
-    warmup.prepare_in_parallel(jobs, key, prewait=True)
+            for candidate in kernel.candidates(problem, m):
+                config = KernelConfig.of(stem, kernel.params_of(candidate))
+                # N is a run-time argument of every kernel, so that shapes of one K share their machine code.
+                jobs.setdefault((config, replace(problem, n=1), m), (config, problem, m))
+    warmup.prepare_in_parallel(list(jobs.values()), key, prewait=True)
     return len(jobs)
 
 

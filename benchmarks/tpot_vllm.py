@@ -159,7 +159,8 @@ def _row(model: str, concurrency: int, name: str, t: dict[str, float], environme
     from skinny_lab.bench.rows import Row
 
     return Row(
-        kind="tpot", what=model, n=0, k=0, m=concurrency, provider=name, config="", state="engine", status="", unit="ms",
+        kind="tpot", what=model, n=0, k=0, m=concurrency, provider=name, config="", state="engine", status="",
+        unit="ms",
         p20=round(t["p20"], 4), p50=round(t["p50"], 4), p80=round(t["p80"], 4), rounds=int(t["steps"]),
         device=environment.gpu, driver=environment.driver, torch=environment.torch, commit=environment.commit,
         date=environment.date,

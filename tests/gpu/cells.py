@@ -9,7 +9,7 @@ from skinny_core.device import DeviceKey
 from skinny_core.problem import DType, WeightScheme
 
 FAMILY = "test"
-CONFIG = {"threads": 128, "rows": 2, "chunks": 2}
+CONFIG = {"threads": 64, "rows": 2, "chunks": 2}
 
 
 def made_up(n: int, k: int, m: int, *, config: dict[str, int] | None = None, dtype: DType = DType.BF16) -> plan.Cell:
@@ -35,6 +35,9 @@ def activate(key: DeviceKey, *cells: plan.Cell, static_weights: bool = False, wa
     dispatch.activate_cells(FAMILY, key, cells, static_weights=static_weights)
     if warm:
         warmup.warm(FAMILY, [(c.n, c.k, c.activation) for c in cells])
+        state = dispatch.family_state(FAMILY)
+        assert state is not None
+        assert not state.errors
 
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ warning, not an error.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -25,6 +26,8 @@ from skinny_core import env
 
 LOCK_SECONDS = 300.0
 """Longest wait for another process that compiles the same kernel; after it this process compiles for itself."""
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 @dataclass(slots=True)
@@ -74,20 +77,29 @@ def obtain(name: str, key: str, compile_to: Callable[[Path], None]) -> Path:
     except OSError as error:
         return _private(stem, compile_to, error)
     target = folder / f"{stem}.o"
-    if _valid(target, full_key):
+    if _fault(target, full_key) == "":
         COUNTS.loaded += 1
         return target
     with _lock(folder / f"{stem}.lock"):
-        if _valid(target, full_key):
+        # Judged again: another process may just have replaced what was broken, and its entry must stay.
+        fault = _fault(target, full_key)
+        if fault == "":
             COUNTS.loaded += 1
             return target
+        if fault is not None:
+            set_aside(target, fault)
         scratch = folder / f"{stem}.{os.getpid()}.tmp.o"
         try:
             scratch.touch()
         except OSError as error:
             return _private(stem, compile_to, error)
         try:
-            compile_to(scratch)
+            try:
+                compile_to(scratch)
+            except OSError as error:
+                if error.errno not in _DISK:
+                    raise
+                return _private(stem, compile_to, error)
             COUNTS.compiled += 1
             try:
                 _publish(scratch, target, full_key)
@@ -139,19 +151,18 @@ def _manifest(target: Path) -> Path:
     return target.with_suffix(".json")
 
 
-def _valid(target: Path, key: str) -> bool:
+def _fault(target: Path, key: str) -> str | None:
+    """ "" for a valid entry, None where there is none, else what is wrong with it."""
     try:
         if not target.exists() or not _manifest(target).exists():
-            return False
+            return None
         manifest = json.loads(_manifest(target).read_text(encoding="utf-8"))
         found = hashlib.sha256(target.read_bytes()).hexdigest()
-        if isinstance(manifest, dict) and manifest.get("key") == key and manifest.get("sha256") == found:
-            return True
-        why = "its contents do not match its manifest"
     except (OSError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-    set_aside(target, why)
-    return False
+        return f"{type(error).__name__}: {error}"
+    if isinstance(manifest, dict) and manifest.get("key") == key and manifest.get("sha256") == found:
+        return ""
+    return "its contents do not match its manifest"
 
 
 def _publish(scratch: Path, target: Path, key: str) -> None:
@@ -180,6 +191,8 @@ def _private(stem: str, compile_to: Callable[[Path], None], error: OSError, *, c
     )
     path = Path(tempfile.mkdtemp(prefix="skinny-")) / f"{stem}.o"
     compile_to(path)
+    if not path.is_file() or not path.stat().st_size:
+        raise OSError("the compiler wrote nothing")
     COUNTS.compiled += count
     return path
 

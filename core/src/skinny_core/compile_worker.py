@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from skinny_core import kernels
 from skinny_core.device import DeviceKey
@@ -17,26 +18,27 @@ def main() -> int:
     """Exit status: the number of jobs that failed (their text goes to stderr), at most 100."""
     failed = 0
     for line in filter(None, map(str.strip, sys.stdin)):
-        job = json.loads(line)
-        p = job["problem"]
-        problem = Problem(
-            n=p["n"],
-            k=p["k"],
-            weight=WeightScheme(p["weight"]),
-            activation=DType(p["activation"]),
-            output=DType(p["output"]),
-            epilogue=Epilogue(p["epilogue"]),
-        )
-        key = DeviceKey(
-            tuple(job["key"]["capability"]), *(job["key"][f] for f in ("sm_count", "l2_bytes", "memory_class"))
-        )
-        kernel = kernels.get(job["kernel"])
         try:
-            kernel.prepare(kernel.config_from(job["params"]), problem, job["m"], key, prewait=job["prewait"])
-        except Exception as error:
+            _run(json.loads(line))
+        except Exception as error:  # one job's failure must not lose the jobs behind it
             failed += 1
-            print(f"{job['kernel']} {job['params']}: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"{line}: {type(error).__name__}: {error}", file=sys.stderr)
     return min(failed, 100)
+
+
+def _run(job: dict[str, Any]) -> None:
+    p = job["problem"]
+    problem = Problem(
+        n=p["n"],
+        k=p["k"],
+        weight=WeightScheme(p["weight"]),
+        activation=DType(p["activation"]),
+        output=DType(p["output"]),
+        epilogue=Epilogue(p["epilogue"]),
+    )
+    key = DeviceKey(tuple(job["key"]["capability"]), *(job["key"][f] for f in ("sm_count", "l2_bytes", "memory_class")))
+    kernel = kernels.get(job["kernel"])
+    kernel.prepare(kernel.config_from(job["params"]), problem, job["m"], key, prewait=job["prewait"])
 
 
 if __name__ == "__main__":

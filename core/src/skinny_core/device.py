@@ -60,7 +60,7 @@ def key_from_properties(props: Any) -> DeviceKey:
     """Key for an object like `torch.cuda.get_device_properties(i)`: `name`, `major`, `minor`, `multi_processor_count`,
     `L2_cache_size` (bytes) and `total_memory` (bytes). Pure, so it can be tested with mocked properties."""
     name = str(props.name).upper()
-    board = next((suffix for word, suffix in _BOARDS if word in name), "")
+    board = "-".join(suffix for word, suffix in _BOARDS if word in name)  # a slice of an NVL board is both
     size = props.total_memory / 2**30
     nominal = next((gb for gb in _NOMINAL_GB if size * (1 - _RESERVED) <= gb), round(size))
     memory_class = f"{nominal}gb-{board}" if board else f"{nominal}gb"

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.autograd import forward_ad as _forward_ad
 from torch.nn.functional import linear as _torch_linear
 
+import skinny_core
 from skinny_core import device, env, kernels, rules, table
 from skinny_core.device import DeviceKey
 from skinny_core.errors import SettingsError
@@ -124,7 +126,7 @@ def activate(
     name = family or (package.name if package else "")
     notes: tuple[str, ...] = ()
     try:
-        settings = env.settings()
+        settings = env.reload()
     except SettingsError as error:
         settings, notes = env.Settings(enabled=False), (f"switched off: {error}",)
     state = _Family(name, package, settings, notes)
@@ -171,17 +173,15 @@ def deactivate(family: str) -> None:
 def active() -> Mapping[str, Activation]:
     """Active families, described for the current device."""
     key = device.current_key()
-    return {name: _describe(state, key) for name, state in _families.items()}
+    return {name: _describe(state, key) for name, state in list(_families.items())}
 
 
 def eligibility_digest(package: ModelPackage | None, family: str = "") -> str:
     """Digest for a host's compile key: what decides whether a layer's graph contains the op, and nothing of the plan
     data.
     """
-    import importlib.metadata
-
-    version = importlib.metadata.version("skinny-core")
-    text = repr((version, OP_SCHEMA, family or (package.name if package else ""), package.version if package else ""))
+    name, version = (package.name, package.version) if package else ("", "")
+    text = repr((skinny_core.__version__, OP_SCHEMA, family or name, version))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -189,12 +189,12 @@ def counters() -> dict[CounterKey, int]:
     """Calls so far by (family, N, K, M, outcome); outcome is "kernel:<stem>" or "fallback:<reason>"; M above MAX_M
     counts
     as `M_ABOVE`."""
-    return {key: count[0] for key, count in _counts.items() if count[0]}
+    return {key: count[0] for key, count in list(_counts.items()) if count[0]}  # other threads may be adding keys
 
 
 def reset_counters() -> None:
     """Set every counter to zero."""
-    for count in _counts.values():
+    for count in list(_counts.values()):
         count[0] = 0
 
 
@@ -231,11 +231,14 @@ def linear(
         and x.get_device() == index
         and shape[-1] == k
         and weight.stride(1) == 1
-        and not (weight.stride(0) & 7 or weight.data_ptr() & 15 or x.data_ptr() & 15)
+        and (w_at := weight.data_ptr())  # 0: no storage of its own, such as a wrapper subclass
+        and (x_at := x.data_ptr())
+        and not (weight.stride(0) & 7 or w_at & 15 or x_at & 15)
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and _forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cuda")
     ):
-        x_stride = k if x.is_contiguous() else _row_stride(x, m)
+        x_stride = k if x.is_contiguous() else row_stride(x, m)
         n = row.problem.n
         if x_stride >= 0 and not x_stride & 7 and (residual is None or _residual_fits(residual, x, n)):
             y = x.new_empty((*shape[:-1], n), dtype=out_dtype)
@@ -260,7 +263,7 @@ def original(
     return y if residual is None else y + residual
 
 
-def _row_stride(x: torch.Tensor, m: int) -> int:
+def row_stride(x: torch.Tensor, m: int) -> int:
     """Elements between flattened rows of x, or -1 where one stride cannot describe them."""
     if x.stride(-1) != 1:
         return -1
@@ -293,17 +296,19 @@ def _call_reason(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, problem: Problem, m: int
 ) -> Reason:
     """Why this call of a runnable cell does not run: the same rules, over everything the tensors show."""
-    stride = _row_stride(x, m)
+    stride = row_stride(x, m)
     needs_grad = x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
     verdict = rules.decide(
         problem,
         Context(
-            gradient=torch.is_grad_enabled() and needs_grad,
+            weight_subclass=None if weight.data_ptr() else type(weight).__name__,
+            gradient=(torch.is_grad_enabled() and needs_grad) or _forward_ad._current_level >= 0,
             autocast=torch.is_autocast_enabled("cuda"),
             on_cuda=x.is_cuda or weight.is_cuda,
             same_device=x.device == weight.device,
             dtypes_ok=x.dtype == weight.dtype,
             layout_ok=stride >= 0
+            and x.data_ptr() != 0
             and weight.stride(-1) == 1
             and x.shape[-1] == problem.k
             and (residual is None or _residual_fits(residual.detach(), x, problem.n)),
@@ -319,13 +324,14 @@ def _make_row(key: RowKey) -> _Row | None:
     if len(shape) != 2 or shape[1] == 0:
         return None
     element = DType.of(dtype)
-    half = element in (DType.BF16, DType.FP16)
+    output = element if out_dtype is None else DType.of(out_dtype)
+    half = element in (DType.BF16, DType.FP16) and output is not None
     problem = Problem(
         n=shape[0],
         k=shape[1],
         weight=WeightScheme(element.value) if half and element else WeightScheme.BF16,
         activation=element if half and element else DType.BF16,
-        output=(DType.of(out_dtype) if out_dtype is not None else element) or DType.FP32,
+        output=output or DType.FP32,
         epilogue=Epilogue.NONE if no_residual else Epilogue.RESIDUAL,
     )
     with _lock:
@@ -338,7 +344,14 @@ def _make_row(key: RowKey) -> _Row | None:
 
 def _make_slot(state: _Family | None, family: str, problem: Problem, m: int, index: int, half: bool) -> _Slot:
     early = rules.decide(
-        problem, Context(enabled=state is not None and state.settings.enabled, on_cuda=index >= 0, dtypes_ok=half, m=m)
+        problem,
+        Context(
+            enabled=state is not None and state.settings.enabled,
+            batch_invariant=state is not None and state.settings.batch_invariant,
+            on_cuda=index >= 0,
+            dtypes_ok=half,
+            m=m,
+        ),
     )
     if state is None or not early.ok:
         reason = early.reason or Reason.DISABLED
@@ -380,7 +393,8 @@ def _still_valid(previous: _Family, state: _Family) -> dict[tuple[int, Problem, 
 
 
 def _describe(state: _Family, key: DeviceKey | None) -> Activation:
-    used = [s for s in state.table.sources if s.plan.key == key or (state.settings.neighbour and key is not None)]
+    near = key.capability if key is not None and state.settings.neighbour else None
+    used = [s for s in state.table.sources if s.plan.key == key or s.plan.key.capability == near]
     wins = 0
     for source in used:
         for cell in source.plan.cells:
@@ -401,7 +415,9 @@ def family_state(family: str) -> _Family | None:
 def install_launchers(family: str, found: Mapping[tuple[int, Problem, int], kernels.Launcher | str]) -> None:
     """Take over what a warm-up compiled, or the error text of what it could not."""
     with _lock:
-        state = _families[family]
+        state = _families.get(family)
+        if state is None:
+            return  # deactivated meanwhile
         for slot, item in found.items():
             if isinstance(item, str):
                 state.errors[slot] = item

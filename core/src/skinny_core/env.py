@@ -80,6 +80,14 @@ def reload() -> Settings:
     return settings()
 
 
+def expand(path: str) -> Path:
+    """A path with `~` replaced; one that names an unknown user stays as it is and is then not found."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def user_plan_folder() -> Path:
     """Where `skinny tune` puts plans and where they are looked for. Nothing is created here."""
     import platformdirs
@@ -92,4 +100,4 @@ def cache_folder() -> Path:
     import platformdirs
 
     chosen = settings().cache
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("skinny", appauthor=False))
+    return expand(chosen) if chosen else Path(platformdirs.user_cache_dir("skinny", appauthor=False))

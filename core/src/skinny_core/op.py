@@ -7,6 +7,7 @@ steps aside before autograd records anything, so the graph holds the original ca
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad as _forward_ad
 
 from skinny_core import dispatch
 
@@ -47,10 +48,24 @@ def _autograd(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual)):
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
+    if wanted or _forward_ad._current_level >= 0:
         return dispatch.original(x, weight, residual, out_dtype)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.skinny.linear.default(x, weight, family, residual=residual, out_dtype=out_dtype)
+        y: torch.Tensor = torch.ops.skinny.linear.default(x, weight, family, residual=residual, out_dtype=out_dtype)
+    return y
+
+
+def _autocast(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    family: str = "",
+    *,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    # The casts have to be part of a traced graph: autocast is off again when the graph runs.
+    return dispatch.original(x, weight, residual, out_dtype)
 
 
 def _register() -> torch.library.Library:
@@ -59,6 +74,8 @@ def _register() -> torch.library.Library:
     for key in ("CUDA", "CPU"):
         library.impl("linear", _run, key)
     library.impl("linear", _autograd, "Autograd")
+    for key in ("AutocastCUDA", "AutocastCPU"):
+        library.impl("linear", _autocast, key)
     torch.library.register_fake(f"{NAMESPACE}::linear", _fake, lib=library)
     return library
 

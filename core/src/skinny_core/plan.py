@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import tomllib
@@ -192,8 +193,10 @@ def parse(text: str, file: str = "<text>") -> Plan:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
-        line = int(found.group(1)) if found else 0
+        line = int(found.group(1)) if found else text.count("\n") + 1  # "at end of document"
         raise PlanSyntaxError(f"not TOML: {error}", "correct that line", file=file, line=line) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
+        raise PlanSyntaxError(f"not TOML that can be read: {error}", "write the file anew", file=file) from None
     if data.get("schema", SCHEMA) != SCHEMA:
         raise PlanSchemaError(
             f"schema {data['schema']!r} is not {SCHEMA}", "use a plan made for this version of skinny-core",
@@ -238,6 +241,12 @@ def json_schema() -> dict[str, Any]:
     return msgspec.json.schema(Plan)
 
 
+def write_schema(path: Path | str | None = None) -> None:
+    """Write `json_schema()` to a file; `python -m skinny_core.plan` renews `plan.schema.json` beside this module."""
+    path = Path(path) if path else Path(__file__).with_name("plan.schema.json")
+    path.write_text(json.dumps(json_schema(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def _schema_error(error: msgspec.ValidationError, text: str, file: str) -> PlanError:
     message = str(error)
     path = toml_text.parse_path(message)
@@ -246,7 +255,7 @@ def _schema_error(error: msgspec.ValidationError, text: str, file: str) -> PlanE
         line = toml_text.line_of(text, (*path, unknown.group(1)))
         where = ".".join(str(p) for p in path) or "the top level"
         return UnknownKeyError(
-            f"unknown key {unknown.group(1)!r} in {where}", "remove it, or correct its spelling (docs: plan.schema.json)",
+            f"unknown key {unknown.group(1)!r} in {where}", "remove it, or correct its spelling (see plan.schema.json)",
             file=file, line=line,
         )  # fmt: skip
     return PlanSchemaError(
@@ -277,6 +286,13 @@ def _check_times(plan: Plan, text: str, file: str) -> None:
                 raise NegativeTimeError(
                     f"cell {cell.id}: {name} is {time} us", "a measured time is positive: measure again",
                     file=file, line=_cell_line(text, i, "evidence", name.partition(".")[0]),
+                )  # fmt: skip
+        for name in ("rel_rmse", "in_model_us"):
+            value = getattr(cell.evidence, name)
+            if value is not None and (not math.isfinite(value) or (name == "rel_rmse" and value < 0)):
+                raise EvidenceError(
+                    f"cell {cell.id}: {name} is {value}", "measure again", file=file,
+                    line=_cell_line(text, i, "evidence", name),
                 )  # fmt: skip
 
 
@@ -327,3 +343,7 @@ def _check_configs(plan: Plan, text: str, file: str) -> None:
                 f"cell {cell.id}: {cell.kernel_config} refuses: {why}", "measure another config",
                 file=file, line=_cell_line(text, i, "config"),
             )  # fmt: skip
+
+
+if __name__ == "__main__":
+    write_schema()

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from torch import dtype as TorchDtype
 
     from skinny_core.device import DeviceKey
 
@@ -26,7 +26,7 @@ class DType(str, Enum):
     FP32 = "fp32"
 
     @property
-    def torch(self) -> torch.dtype:
+    def torch(self) -> TorchDtype:
         """The torch dtype of the same name."""
         return _torch_dtypes()[self]
 
@@ -36,7 +36,7 @@ class DType(str, Enum):
         return 4 if self is DType.FP32 else 2
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> DType | None:
+    def of(cls, dtype: TorchDtype) -> DType | None:
         """The member for a torch dtype, or None where the project has no name for it."""
         return next((d for d, t in _torch_dtypes().items() if t == dtype), None)
 
@@ -100,7 +100,7 @@ class KernelConfig:
         return f"{self.kernel}({', '.join(f'{k}={v}' for k, v in self.params)})"
 
 
-def _torch_dtypes() -> dict[DType, torch.dtype]:
+def _torch_dtypes() -> dict[DType, TorchDtype]:
     import torch
 
     return {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}

@@ -77,7 +77,13 @@ class Table:
 def judge(found: Lookup | None, problem: Problem, m: int, key: DeviceKey | None, settings: env.Settings) -> Verdict:
     """What the plan side says about a Problem at M = m on device `key`: settings, device and cell rules."""
     if found is None:
-        context = Context(enabled=settings.enabled, m=m, on_cuda=key is not None, cell_status=OFF_TABLE)
+        context = Context(
+            enabled=settings.enabled,
+            batch_invariant=settings.batch_invariant,
+            m=m,
+            on_cuda=key is not None,
+            cell_status=OFF_TABLE,
+        )
         return rules.decide(problem, context)
     measured_on = found.plan.key
     allowed = found.exact or (settings.neighbour and key is not None and measured_on.capability == key.capability)
@@ -124,13 +130,18 @@ def offer(table: Table, key: DeviceKey | None) -> str:
 
 
 def _files(package: ModelPackage | None, settings: env.Settings, notes: list[str]) -> Iterable[tuple[Path, str]]:
-    yield from ((Path(p).expanduser(), "SKINNY") for p in settings.plans)
+    yield from ((env.expand(p), "SKINNY") for p in settings.plans)
     try:
         yield from ((path, "user") for path in sorted(env.user_plan_folder().glob("*.toml")))
     except OSError as error:
         notes.append(f"user plans not read: {error}")
     if package is not None:
-        yield from ((path, "package") for path in package.plan_files())
+        try:
+            shipped = package.plan_files()
+        except Exception as error:
+            notes.append(f"plans of {package.name} not found: {type(error).__name__}: {error}")
+            return
+        yield from ((path, "package") for path in shipped)
 
 
 _warned: set[str] = set()

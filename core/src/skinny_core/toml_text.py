@@ -57,7 +57,7 @@ def _places(text: str) -> list[tuple[int, tuple[PathItem, ...]]]:
     found: list[tuple[int, tuple[PathItem, ...]]] = []
     counts: dict[str, int] = {}
     current: tuple[PathItem, ...] = ()
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if header := _HEADER.match(line):
             names = header.group(2).split(".")
             if header.group(1) == "[[":
@@ -73,7 +73,7 @@ def _places(text: str) -> list[tuple[int, tuple[PathItem, ...]]]:
 
 
 def _table(data: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    data = {key: value for key, value in data.items() if value is not None and value != {}}
+    data = {key: value for key, value in data.items() if value is not None}
     deep = {key: value for key, value in data.items() if _is_table(value, path) or _is_array(value)}
     for key, value in data.items():
         if key not in deep:
@@ -114,4 +114,4 @@ def _value(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_\-]+", key) else json.dumps(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_\-]+", key) else _value(key)

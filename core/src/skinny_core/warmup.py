@@ -5,6 +5,7 @@ Missing machine code is made by worker processes in parallel; they see no GPU an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -61,8 +62,8 @@ def warm(
         return []
     prewait = state.static_weights
     missing = [job for job in jobs if not _prepared(job, key, prewait)]
-    if len(missing) >= PARALLEL_FROM and workers != 0:
-        jobs_of = [(job.config, job.problem, job.m) for job in missing]
+    jobs_of = [(job.config, job.problem, job.m) for job in missing if _available(job)]
+    if len(jobs_of) >= PARALLEL_FROM and workers != 0:
         prepare_in_parallel(jobs_of, key, prewait=prewait, workers=workers or min(8, os.cpu_count() or 1))
     found: dict[tuple[int, Problem, int], kernels.Launcher | str] = {}
     for job in jobs:
@@ -105,6 +106,14 @@ def _jobs(
     return jobs
 
 
+def _available(job: _Job) -> bool:
+    """Whether a worker could compile it at all; where the DSL is absent each would find that out in seconds."""
+    try:
+        return kernels.get(job.config.kernel).availability()[0]
+    except SkinnyError:
+        return False
+
+
 def _prepared(job: _Job, key: DeviceKey, prewait: bool) -> bool:
     try:
         kernel = kernels.get(job.config.kernel)
@@ -133,11 +142,13 @@ def prepare_in_parallel(
         except OSError as error:
             dispatch.log.info("skinny: no compile worker: %s", error)
             return
-        running.append((process, text))
+        running.append(process)
         assert process.stdin is not None
-        process.stdin.write(text + "\n")
-        process.stdin.close()
-    for process, _ in running:
+        with contextlib.suppress(OSError):  # a worker that could not even start reads nothing
+            process.stdin.write(text + "\n")
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    for process in running:
         try:
             process.wait(timeout=WORKER_SECONDS)
         except subprocess.TimeoutExpired:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -41,7 +44,9 @@ def _draw(rows: int, cols: int, dtype: DType, seed: int) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype.torch)
 
 
-def _run(problem: Problem, config: StreamConfig, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None = None):
+def _run(
+    problem: Problem, config: StreamConfig, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """y of one launch; every element outside it has been checked."""
     out = guarded_output(x.shape[0], problem.n, problem.output.torch, row_gap=5)
     residual_stride = 0 if residual is None else residual.stride(0)
@@ -101,6 +106,32 @@ def test_stride_of_a_single_row_is_not_read() -> None:
     x, w = _draw(1, 72, DType.BF16, seed=9), _draw(1, 72, DType.BF16, seed=10)
     y = _run(problem, WIDE, x.as_strided((1, 72), (73, 1)), w.as_strided((1, 72), (1, 1)))
     assert_t1(y, x, w)
+
+
+GUARD_PAGE = """
+import ctypes, mmap, torch
+from skinny_core.kernels.bf16_stream.config import StreamConfig
+from skinny_core.kernels.bf16_stream.host import KERNEL
+from skinny_core.problem import Problem
+
+def before_a_forbidden_page(rows, cols):
+    memory, size = mmap.mmap(-1, 3 * mmap.PAGESIZE), 2 * rows * cols
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + 2 * mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    offset = 2 * mmap.PAGESIZE - size
+    tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=offset, count=rows * cols).view(rows, cols)
+    return tensor.copy_(torch.randn(rows, cols))
+
+x, w, y = (before_a_forbidden_page(*shape) for shape in ((3, 72), (7, 72), (3, 7)))
+KERNEL.interpret(StreamConfig(64, 128, 4, 6), Problem(n=7, k=72), 3)(x, w, y, None, 72, 7, 0, False)
+print(torch.equal(y, (x.double() @ w.double().T).bfloat16()))
+"""
+
+
+def test_touches_nothing_behind_its_operands() -> None:
+    """Every operand ends at a page that may not be touched: one element too far ends the process."""
+    done = subprocess.run([sys.executable, "-c", GUARD_PAGE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 def test_leading_dimensions_are_flattened() -> None:

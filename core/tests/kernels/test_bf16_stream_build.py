@@ -124,8 +124,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[bool, _Recorded]:
 
 
 def _tensors(m: int, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    half = problem.activation.torch
-    return torch.zeros(m, problem.k, dtype=half), torch.zeros(problem.n, problem.k, dtype=half), torch.zeros(m, problem.n)
+    shapes = (m, problem.k), (problem.n, problem.k), (m, problem.n)
+    x, w, y = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+    return x, w, y
 
 
 def test_arguments_are_in_the_order_of_the_kernel(recorded: dict[bool, _Recorded]) -> None:
@@ -163,9 +164,9 @@ def test_unaligned_operands_never_reach_the_device(recorded: dict[bool, _Recorde
     x, w, y = _tensors(2, PROBLEM)
     shifted = torch.zeros(2 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 64)
     with pytest.raises(KernelRefusedError):
-        launch(shifted, w, y.bfloat16(), None, 64, 32, 0, False)
+        launch(shifted, w, y, None, 64, 32, 0, False)
     with pytest.raises(KernelRefusedError):
-        launch(x, w, y.bfloat16(), None, 68, 32, 0, False)
+        launch(x, w, y, None, 68, 32, 0, False)
     with pytest.raises(KernelRefusedError):
         launch(x[:0], w, y[:0].bfloat16(), None, 64, 32, 0, False)
     assert not any(binary.calls for binary in recorded.values())

@@ -16,9 +16,7 @@ from skinny_core.testing.sass import SassReport, assert_before, assert_streaming
 
 pytestmark = pytest.mark.triton("compiler")
 
-DEVICES = {
-    key.arch: key for key in (DeviceKey(capability, 132, 60 << 20, "141gb") for capability in SHARED_BYTES)
-}
+DEVICES = {key.arch: key for key in (DeviceKey(capability, 132, 60 << 20, "141gb") for capability in SHARED_BYTES)}
 # Matrix instruction by whether a tile has at least the 64 weight rows that the asynchronous tensor cores want.
 MATRIX = {"sm_90a": ("HMMA", "HGMMA"), "sm_100a": ("HMMA", "UTCHMMA"), "sm_103a": ("HMMA", "UTCHMMA")}
 PROBLEMS = {

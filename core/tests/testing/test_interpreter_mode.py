@@ -10,7 +10,8 @@ import pytest
 
 INSTALL = "from skinny_core.testing import interpreter; interpreter.install()"
 COMPILE = (
-    "from skinny_core.kernels.bf16_stream.host import KERNEL; from skinny_core.problem import Problem; p = Problem(n=64, k=64);"
+    "from skinny_core.kernels.bf16_stream.host import KERNEL; from skinny_core.problem import Problem;"
+    "p = Problem(n=64, k=64);"
     "KERNEL.cross_compile(KERNEL.candidates(p, 1)[0], p, 1, 'sm_90a')"
 )
 INTERPRET = COMPILE.replace("cross_compile", "interpret").replace(", 'sm_90a'", "")

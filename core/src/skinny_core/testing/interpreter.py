@@ -39,9 +39,10 @@ def install() -> None:
             "start Python with TRITON_INTERPRET=1 in the environment",
         )
     imported_before = "triton" in sys.modules
+    import numpy
     import triton
 
-    _check_version(triton.__version__)
+    _check_versions(triton.__version__, numpy.__version__)
     if not _is_interpreted(triton.language.sum):
         when = "before" if imported_before else "although"
         raise InterpreterModeError(
@@ -71,11 +72,20 @@ def _is_interpreted(function: Any) -> bool:
     return type(function).__name__ == "InterpretedFunction"
 
 
-def _check_version(version: str) -> None:
+def _check_versions(triton: str, numpy: str) -> None:
     first, last = SUPPORTED
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if not first <= (major, minor) < last:
+    if not first <= _pair(triton) < last:
         raise InterpreterModeError(
-            f"the interpreter of triton {version} is not known",
+            f"the interpreter of triton {triton} is not known",
             f"use triton >={first[0]}.{first[1]},<{last[0]}.{last[1]}, or read its interpreter and widen SUPPORTED",
         )
+    if _pair(triton) < (3, 7) and _pair(numpy) >= (2, 4):
+        raise InterpreterModeError(
+            f"the interpreter of triton {triton} cannot loop up to a run-time value with numpy {numpy}",
+            "use numpy<2.4, or triton>=3.7",
+        )
+
+
+def _pair(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

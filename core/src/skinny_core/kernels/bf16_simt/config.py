@@ -13,6 +13,14 @@ MAX_ACCUMULATORS = 32
 MAX_FRAGMENT = 96
 """Registers per thread that weight and activation fragments may take together: above it the kernel spills on sm_90a."""
 
+MAX_K = 2**24
+MAX_ROWS = 2**31 - 16
+"""Row numbers are 32-bit, and the last group may reach past N."""
+SM_REGISTERS = 65536
+"""A block's threads share them, so that a block of 1024 has 64 each, and the compiler spills what it has no room
+for.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SimtConfig:
@@ -124,10 +132,10 @@ def refuses(config: SimtConfig, problem: Problem, m: int) -> str | None:
         return f"epilogue {problem.epilogue.value} is not implemented"
     if not 1 <= m <= MAX_M:
         return f"M = {m}: needs 1 to {MAX_M}"
-    if problem.k % VECTOR or problem.k <= 0:
-        return f"K = {problem.k}: needs a positive multiple of {VECTOR}"
-    if problem.n <= 0:
-        return f"N = {problem.n}: needs a positive number"
+    if problem.k % VECTOR or not 0 < problem.k <= MAX_K:
+        return f"K = {problem.k}: needs a positive multiple of {VECTOR}, at most {MAX_K}"
+    if not 0 < problem.n <= MAX_ROWS:
+        return f"N = {problem.n}: needs 1 to {MAX_ROWS}"
     if m * config.rows > MAX_ACCUMULATORS:
         return f"M * rows = {m * config.rows}: at most {MAX_ACCUMULATORS} accumulators"
     if m * config.rows > config.threads:
@@ -135,6 +143,8 @@ def refuses(config: SimtConfig, problem: Problem, m: int) -> str | None:
     used = fragment_registers(config, problem.k, m)
     if used > MAX_FRAGMENT:
         return f"{used} fragment registers: at most {MAX_FRAGMENT}"
+    if used + m * config.rows >= (limit := SM_REGISTERS // config.threads // 8 * 8):
+        return f"{used} fragment and {m * config.rows} sum registers: {config.threads} threads have {limit} each"
     row_chunks = -(-problem.k // (config.threads * VECTOR))
     if config.blocks_per_sm and row_chunks > config.chunks:
         return f"a persistent grid needs a whole row in registers: {row_chunks} chunks, config has {config.chunks}"

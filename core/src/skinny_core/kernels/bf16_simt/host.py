@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from skinny_core import cache, device
 from skinny_core.errors import KernelRefusedError, KernelUnavailableError
-from skinny_core.kernels import Binary, Launcher
+from skinny_core.kernels import Binary, Launcher, operands
 from skinny_core.kernels.bf16_simt import config as _config
 from skinny_core.kernels.bf16_simt.config import SimtConfig, Spec
 from skinny_core.problem import Epilogue, Problem
@@ -36,10 +36,13 @@ _DISTRIBUTIONS = (
 class _Launcher:
     """Calls the compiled function. Addresses, strides and the stream are read at every call; nothing is kept alive."""
 
-    def __init__(self, spec: Spec, n: int, index: int, sm_count: int, *, prewait: bool) -> None:
+    def __init__(self, spec: Spec, problem: Problem, index: int, sm_count: int, *, prewait: bool) -> None:
         import torch
 
-        self._n = n
+        self._problem = problem
+        self._n = problem.n
+        self._k = problem.k
+        self._m = spec.m
         self._index = index
         self._grid_cap = max(1, sm_count * spec.config.blocks_per_sm)
         self._stream = torch._C._cuda_getCurrentRawStream
@@ -66,15 +69,23 @@ class _Launcher:
             with torch.cuda.device(self._index):
                 self(x, w, y, residual, x_stride, y_stride, residual_stride, prewait)
             return
+        x_at, w_at, w_stride = x.data_ptr(), w.data_ptr(), w.stride(0)
+        # Only what would be undefined on the device; whoever names a kernel has the rest checked by `explicit.run`.
+        if self._m == 1:
+            x_stride = 0
+        if x.numel() != self._m * self._k or not operands.is_aligned(x_at, w_at, x_stride, w_stride):
+            raise operands.refused(
+                _ENTRY, f"x {tuple(x.shape)} or its alignment", f"M = {self._m} rows of K = {self._k}, 16-byte aligned"
+            )
         function = self._wait_late if prewait else self._wait_first
         function(
-            x.data_ptr(),
-            w.data_ptr(),
+            x_at,
+            w_at,
             y.data_ptr(),
             0 if residual is None else residual.data_ptr(),
             self._n,
             x_stride,
-            w.stride(0),
+            w_stride,
             y_stride,
             residual_stride,
             self._grid_cap,
@@ -138,7 +149,7 @@ class Bf16Simt:
         if key is None:
             raise KernelUnavailableError("bf16_simt needs a CUDA device", "run on a machine with one")
         spec = _spec(config, problem, m, pdl=key.has_pdl)
-        return _Launcher(spec, problem.n, index, key.sm_count, prewait=prewait)
+        return _Launcher(spec, problem, index, key.sm_count, prewait=prewait)
 
     def prepare(self, config: SimtConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> None:
         """Put the machine code for `key` into the disk cache. Touches no device, so worker processes can share the

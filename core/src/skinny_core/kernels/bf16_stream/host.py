@@ -9,67 +9,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from skinny_core import device, env
-from skinny_core.errors import KernelRefusedError, KernelUnavailableError
-from skinny_core.kernels import Binary, Launcher
+from skinny_core.errors import KernelUnavailableError
+from skinny_core.kernels import Binary, Launcher, operands
 from skinny_core.kernels.bf16_stream import build
 from skinny_core.kernels.bf16_stream import config as _config
-from skinny_core.kernels.bf16_stream.config import STEM, VECTOR, Spec, StreamConfig
-from skinny_core.problem import MAX_M, Epilogue, Problem
+from skinny_core.kernels.bf16_stream.config import STEM, Spec, StreamConfig
+from skinny_core.problem import MAX_M, Problem
 
 if TYPE_CHECKING:
     import torch
 
     from skinny_core.device import DeviceKey
-
-
-def check(
-    problem: Problem,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    y: torch.Tensor,
-    residual: torch.Tensor | None,
-    x_stride: int,
-    y_stride: int,
-    residual_stride: int,
-) -> None:
-    """Raise `KernelRefusedError` where a call is outside the contract of `kernels.Launcher` for this Problem.
-
-    x [..., K] and w [N, K] are read 16 bytes at a time, so their addresses and row strides are multiples of 16 bytes
-    (contiguous does not imply aligned); y and residual [..., N] may lie anywhere. Strides of a dimension of size 1 do
-    not matter.
-    """
-    n, k = problem.n, problem.k
-    m = x.numel() // k
-    if not (1 <= m <= MAX_M and x.shape[-1] == k and w.shape == (n, k) and y.shape == (*x.shape[:-1], n)):
-        shapes = f"shapes x {tuple(x.shape)}, w {tuple(w.shape)}, y {tuple(y.shape)}"
-        raise _refused(shapes, f"M 1-{MAX_M} of {problem}")
-    half = problem.activation.torch
-    if x.dtype != half or w.dtype != half or y.dtype != problem.output.torch:
-        raise _refused(f"dtypes x {x.dtype}, w {w.dtype}, y {y.dtype}", f"the dtypes of {problem}")
-    if not x.device == w.device == y.device:
-        raise _refused(f"devices x {x.device}, w {w.device}, y {y.device}", "tensors of one device")
-    if (problem.epilogue is Epilogue.RESIDUAL) != (residual is not None):
-        raise _refused("a residual" if residual is not None else "no residual", f"what {problem} says")
-    if residual is not None and (residual.shape, residual.dtype, residual.device) != (y.shape, half, x.device):
-        raise _refused(f"residual {residual.dtype} {tuple(residual.shape)} on {residual.device}", "one like the output")
-    rows = [("x", x, x_stride), ("w", w, w.stride(0)), ("y", y, y_stride)]
-    if residual is not None:
-        rows.append(("residual", residual, residual_stride))
-    for name, tensor, stride in rows:
-        if tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
-            raise _refused(f"strides {name} {tensor.stride()}", "unit stride in the last dimension")
-        if tensor.dim() == 2 and tensor.shape[0] != 1 and tensor.stride(0) != stride:
-            raise _refused(f"a row stride of {stride} for {name}", f"{tensor.stride(0)}, as the tensor has")
-    if not _is_aligned(x.data_ptr(), w.data_ptr(), x_stride if m > 1 else 0, w.stride(0) if n > 1 else 0):
-        raise _refused("an address or row stride of x or w that is not a multiple of 16 bytes", "aligned operands")
-
-
-def _is_aligned(x: int, w: int, x_stride: int, w_stride: int) -> bool:
-    return not ((x | w) & 15 or (x_stride | w_stride) & (VECTOR - 1))
-
-
-def _refused(what: str, wanted: str) -> KernelRefusedError:
-    return KernelRefusedError(f"{STEM} cannot take {what}", f"pass {wanted}, or call torch.nn.functional.linear")
 
 
 class _GpuLauncher:
@@ -112,8 +62,8 @@ class _GpuLauncher:
         x_at, w_at, w_stride = x.data_ptr(), w.data_ptr(), w.stride(0)
         if m == 1:
             x_stride = problem.k
-        if not (_is_aligned(x_at, w_at, x_stride, w_stride) and 1 <= m <= MAX_M):
-            check(problem, x, w, y, residual, x_stride, y_stride, residual_stride)
+        if not (operands.is_aligned(x_at, w_at, x_stride, w_stride) and 1 <= m <= MAX_M):
+            operands.check(STEM, problem, x, w, y, residual, x_stride, y_stride, residual_stride)
             w_stride = problem.k  # all that `check` lets through: a single row, whose stride is not used
         if self._current_device() != self._index:
             import torch
@@ -156,13 +106,13 @@ class _InterpretedLauncher:
         from skinny_core.kernels.bf16_stream.kernel import stream_kernel
 
         problem = self._problem
-        check(problem, x, w, y, residual, x_stride, y_stride, residual_stride)
+        operands.check(STEM, problem, x, w, y, residual, x_stride, y_stride, residual_stride)
         m = x.numel() // problem.k
         strides = x_stride if m > 1 else problem.k, w.stride(0), y_stride, residual_stride
         grid = (-(-problem.n // self._spec.config.block_n),)
-        operands = x, w, y, y if residual is None else residual
+        tensors = x, w, y, y if residual is None else residual
         with numpy.errstate(all="ignore"):  # Inf and NaN are values here, as on the GPU, not warnings
-            stream_kernel[grid](*operands, m, problem.n, problem.k, *strides, **self._spec.constants)
+            stream_kernel[grid](*tensors, m, problem.n, problem.k, *strides, **self._spec.constants)
 
 
 class Bf16Stream:
@@ -210,7 +160,7 @@ class Bf16Stream:
 
         interpreter.install()
         if refusal := self.refuses(config, problem, m):
-            raise _refused(refusal, "another config or problem")
+            raise operands.refused(STEM, refusal, "another config or problem")
         return _InterpretedLauncher(config, problem)
 
     def prepare(self, config: StreamConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> None:
@@ -233,7 +183,7 @@ class Bf16Stream:
 
     def _require(self, config: StreamConfig, problem: Problem, m: int) -> None:
         if refusal := self.refuses(config, problem, m):
-            raise _refused(refusal, "another config or problem")
+            raise operands.refused(STEM, refusal, "another config or problem")
         available, text = self.availability()
         if not available:
             raise KernelUnavailableError(f"{STEM} needs Triton: {text}", "install triton>=3.6 for this torch")

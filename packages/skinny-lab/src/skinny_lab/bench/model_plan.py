@@ -25,6 +25,7 @@ def tune_models(
     *,
     peers: tuning.PeerMaker | None,
     progress: Progress,
+    commit: str = "",
 ) -> Plan:
     """A plan for the fused projections of named configs at TP 1 on the current device, every (N, K) measured once.
 
@@ -66,7 +67,9 @@ def make_plan(family: str, cells: Iterable[Cell], *, commit: str = "") -> Plan:
     assert key is not None
     table = plan.DeviceTable(key.capability, key.sm_count, key.l2_bytes, key.memory_class)
     product = device.product_name(key) or key.slug
-    return Plan(family=family, product=product, device=table, environment=machine.environment(commit=commit), cell=tuple(cells))
+    return Plan(
+        family=family, product=product, device=table, environment=machine.environment(commit=commit), cell=tuple(cells)
+    )
 
 
 def quick_plan(shapes: Iterable[tuple[int, int]], ms: Iterable[int], *, family: str = "demo") -> Plan:

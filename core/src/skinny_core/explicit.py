@@ -1,0 +1,79 @@
+"""Run one kernel by name. Where the dispatcher falls back, this raises: whoever asks for a kernel gets it or the
+reason.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from skinny_core import dispatch, kernels
+from skinny_core.errors import CompileForbiddenError, KernelUnavailableError
+from skinny_core.kernels import operands
+from skinny_core.problem import MAX_M, DType, Epilogue, KernelConfig, Problem, WeightScheme
+
+_launchers: dict[tuple[KernelConfig, Problem, int, int], kernels.Launcher] = {}
+
+
+def run(
+    config: KernelConfig,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`x @ w.T (+ residual)` by exactly this kernel and config, compiled now if need be.
+
+    x: [..., K], w: [N, K], residual: [..., N] of x's dtype; returns [..., N] in `out_dtype` (default: x's dtype).
+    Nothing is differentiated. Raises `KernelRefusedError` naming what the kernel cannot take, `KernelUnavailableError`
+    without the DSL or a CUDA device, `ConfigError` and `UnknownKernelError` for a config that is none.
+    """
+    kernel = kernels.get(config.kernel)
+    parsed = kernel.config_from(dict(config.params))
+    problem, m = _problem(config.kernel, x, w, residual, out_dtype)
+    if why := kernel.refuses(parsed, problem, m):
+        raise operands.refused(config.kernel, f"{problem} at M = {m}: {why}", "another config or shape")
+    x_stride = x.shape[-1] if x.is_contiguous() else dispatch.row_stride(x, m)
+    residual_stride = 0 if residual is None else dispatch.row_stride(residual, m)
+    if x_stride < 0 or residual_stride < 0:
+        raise operands.refused(config.kernel, f"strides x {x.stride()}", "rows that one stride describes")
+    y = x.new_empty((*x.shape[:-1], problem.n), dtype=problem.output.torch)
+    operands.check(config.kernel, problem, x, w, y, residual, x_stride, problem.n, residual_stride)
+    if not x.is_cuda:
+        raise KernelUnavailableError(
+            f"{config.kernel} needs CUDA tensors, got {x.device}", "move them to a CUDA device"
+        )
+    key = (config, problem, m, x.get_device())
+    launch = _launchers.get(key)
+    if launch is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise CompileForbiddenError(
+                f"{config} is not compiled, during graph capture", "run it once before the capture"
+            )
+        launch = _launchers[key] = kernel.compile(parsed, problem, m, index=x.get_device(), prewait=False)
+    launch(x, w, y, residual, x_stride, problem.n, residual_stride, False)
+    return y
+
+
+def _problem(
+    stem: str, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Problem, int]:
+    activation, weight = DType.of(x.dtype), DType.of(w.dtype)
+    output = activation if out_dtype is None else DType.of(out_dtype)
+    if activation is None or output is None or weight not in (DType.BF16, DType.FP16):
+        dtypes = f"dtypes x {x.dtype}, w {w.dtype}, out {out_dtype}"
+        raise operands.refused(stem, dtypes, "BF16 or FP16 for both, and that or FP32 out")
+    if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1] or 0 in w.shape:
+        raise operands.refused(stem, f"shapes x {tuple(x.shape)}, w {tuple(w.shape)}", "x [..., K] and w [N, K]")
+    m = x.numel() // w.shape[1]
+    if not 1 <= m <= MAX_M:
+        raise operands.refused(stem, f"M = {m} rows", f"1 to {MAX_M} rows")
+    problem = Problem(
+        n=w.shape[0],
+        k=w.shape[1],
+        weight=WeightScheme(weight.value),
+        activation=activation,
+        output=output,
+        epilogue=Epilogue.NONE if residual is None else Epilogue.RESIDUAL,
+    )
+    return problem, m

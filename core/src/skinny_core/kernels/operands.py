@@ -1,0 +1,72 @@
+"""The operands of a dense kernel, checked before a launch: shapes, dtypes, device, strides, alignment.
+
+The dispatcher has its own, faster view of the same facts and falls back; this one is for calls that name a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skinny_core.errors import KernelRefusedError
+from skinny_core.problem import MAX_M, Epilogue, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+VECTOR = 8
+"""Elements of 2 bytes in one 16-byte load."""
+
+
+def check(
+    stem: str,
+    problem: Problem,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    residual: torch.Tensor | None,
+    x_stride: int,
+    y_stride: int,
+    residual_stride: int,
+) -> None:
+    """Raise `KernelRefusedError` where a call is outside the contract of `kernels.Launcher` for this Problem.
+
+    x [..., K] and w [N, K] are read 16 bytes at a time, so their addresses and row strides are multiples of 16 bytes
+    (contiguous does not imply aligned); y and residual [..., N] may lie anywhere. Strides of a dimension of size 1 do
+    not matter.
+    """
+    n, k = problem.n, problem.k
+    m = x.numel() // k
+    if not (1 <= m <= MAX_M and x.shape[-1] == k and w.shape == (n, k) and y.shape == (*x.shape[:-1], n)):
+        shapes = f"shapes x {tuple(x.shape)}, w {tuple(w.shape)}, y {tuple(y.shape)}"
+        raise refused(stem, shapes, f"M 1-{MAX_M} of {problem}")
+    half = problem.activation.torch
+    if x.dtype != half or w.dtype != half or y.dtype != problem.output.torch:
+        raise refused(stem, f"dtypes x {x.dtype}, w {w.dtype}, y {y.dtype}", f"the dtypes of {problem}")
+    if not x.device == w.device == y.device:
+        raise refused(stem, f"devices x {x.device}, w {w.device}, y {y.device}", "tensors of one device")
+    if (problem.epilogue is Epilogue.RESIDUAL) != (residual is not None):
+        raise refused(stem, "a residual" if residual is not None else "no residual", f"what {problem} says")
+    if residual is not None and (residual.shape, residual.dtype, residual.device) != (y.shape, half, x.device):
+        raise refused(
+            stem, f"residual {residual.dtype} {tuple(residual.shape)} on {residual.device}", "one like the output"
+        )
+    rows = [("x", x, x_stride), ("w", w, w.stride(0)), ("y", y, y_stride)]
+    if residual is not None:
+        rows.append(("residual", residual, residual_stride))
+    for name, tensor, stride in rows:
+        if tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
+            raise refused(stem, f"strides {name} {tensor.stride()}", "unit stride in the last dimension")
+        if tensor.dim() == 2 and tensor.shape[0] != 1 and tensor.stride(0) != stride:
+            raise refused(stem, f"a row stride of {stride} for {name}", f"{tensor.stride(0)}, as the tensor has")
+    if not is_aligned(x.data_ptr(), w.data_ptr(), x_stride if m > 1 else 0, w.stride(0) if n > 1 else 0):
+        raise refused(stem, "an address or row stride of x or w that is not a multiple of 16 bytes", "aligned operands")
+
+
+def is_aligned(x: int, w: int, x_stride: int, w_stride: int) -> bool:
+    """Whether two addresses and two row strides (in elements) are multiples of 16 bytes."""
+    return not ((x | w) & 15 or (x_stride | w_stride) & (VECTOR - 1))
+
+
+def refused(stem: str, what: str, wanted: str) -> KernelRefusedError:
+    """The error for operands or a config outside a kernel's contract."""
+    return KernelRefusedError(f"{stem} cannot take {what}", f"pass {wanted}, or call torch.nn.functional.linear")

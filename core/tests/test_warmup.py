@@ -1,0 +1,139 @@
+"""Warm-up: what it compiles, what it finds, and that nothing that goes wrong in it reaches a host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skinny_core import dispatch, kernels, warmup
+from skinny_core.device import DeviceKey, product
+from skinny_core.errors import CompileForbiddenError
+from skinny_core.kernels.bf16_simt.config import SimtConfig
+from skinny_core.problem import DType, KernelConfig, Problem
+from skinny_core.testing.stand_in import StandIn, cell
+
+N, K = 32, 64
+PROBLEMS = [(N, K, DType.BF16)]
+
+
+def _activate(key: DeviceKey, *ms: int) -> None:
+    dispatch.activate_cells("test", key, tuple(cell(N, K, m) for m in ms))
+
+
+def test_without_cuda_there_is_nothing_to_do(kernel: StandIn) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    _activate(product("h200"), 1)
+    assert warmup.warm("test", PROBLEMS) == []
+    assert warmup.warm("nobody", PROBLEMS) == []
+    assert kernel.compiled == []
+
+
+def test_names_of_what_was_missing(h200: DeviceKey, kernel: StandIn) -> None:
+    _activate(h200, 1, 2)
+    kernel.on_disk = False
+    names = warmup.warm("test", [*PROBLEMS, *PROBLEMS, (N, K, DType.FP32), (N, 2 * K, DType.BF16)])
+    assert names == [f"32x64/M{m}/bf16-bf16-none: stand_in(variant=0) M={m} K=64" for m in (1, 2)]
+    assert kernel.compiled == [(K, 1), (K, 2)]
+    assert warmup.warm("test", PROBLEMS) == []
+    assert kernel.compiled == [(K, 1), (K, 2)]
+
+
+def test_from_disk_is_not_compiled(h200: DeviceKey, kernel: StandIn) -> None:
+    _activate(h200, 1)
+    assert warmup.warm("test", PROBLEMS) == []
+    assert kernel.compiled == [(K, 1)]
+
+
+def test_only_the_rows_asked_for(h200: DeviceKey, kernel: StandIn) -> None:
+    _activate(h200, 1, 2, 4)
+    warmup.warm("test", PROBLEMS, ms=(2, 3, 99, 0))
+    assert kernel.compiled == [(K, 2)]
+
+
+def test_not_during_a_capture(h200: DeviceKey, kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    _activate(h200, 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CompileForbiddenError, match="capture"):
+        warmup.warm("test", PROBLEMS)
+    assert kernel.compiled == []
+
+
+def test_a_kernel_that_does_not_compile_is_noted_and_may_be_tried_again(
+    h200: DeviceKey, kernel: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    _activate(h200, 1)
+    kernel.on_disk, kernel.broken = False, RuntimeError("DSL is broken")
+    assert warmup.warm("test", PROBLEMS) == []
+    assert "DSL is broken" in caplog.text
+    state = dispatch.family_state("test")
+    assert state is not None
+    verdict = state.choose(Problem(n=N, k=K), 1, 0)[1]
+    assert (verdict.reason, verdict.detail) == (warmup.rules.Reason.KERNEL_UNAVAILABLE, "RuntimeError: DSL is broken")
+    kernel.broken = None
+    dispatch.activate_cells("test", h200, (cell(N, K, 1),))
+    assert len(warmup.warm("test", PROBLEMS)) == 1
+
+
+def test_workers_only_for_what_they_could_compile(
+    h200: DeviceKey, kernel: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(warmup, "prepare_in_parallel", lambda jobs, key, **_: asked.append(len(jobs)))
+    kernel.on_disk = False
+    for available, ms, workers in [
+        (False, (1, 2, 3), None),
+        (True, (1, 2), None),
+        (True, (1, 2, 3), 0),
+        (True, (1, 2, 3), None),
+    ]:
+        kernel.available = available
+        dispatch.deactivate("test")
+        _activate(h200, *ms)
+        warmup.warm("test", PROBLEMS, workers=workers)
+    assert asked == [3]
+
+
+@pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python"])
+def test_workers_that_cannot_start_do_not_matter(executable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    job = (KernelConfig.of("bf16_simt", {"threads": 128, "rows": 2, "chunks": 4}), Problem(n=4096, k=4096), 1)
+    warmup.prepare_in_parallel([job] * 5000, product("h200"), prewait=False, workers=2)
+
+
+def test_worker_fills_the_disk_cache_without_a_gpu(tmp_path: Path, skinny: Callable[[str], None]) -> None:
+    kernel = kernels.get("bf16_simt")
+    ok, error = kernel.availability()
+    if not ok:
+        pytest.skip(error)
+    skinny(f"cache={tmp_path}")
+    key, problem = product("h200"), Problem(n=64, k=1024)
+    config = SimtConfig(128, 1, 1)
+    params = kernel.params_of(config)
+    assert not kernel.prepared(config, problem, 1, key, prewait=True)
+    good = warmup.encode(KernelConfig.of("bf16_simt", params), problem, 1, key, True)
+    lines: list[Any] = [
+        good | {"kernel": "no_such_kernel"}, good | {"params": {"threads": 100, "rows": 1, "chunks": 1}}, good,
+    ]  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-m", "skinny_core.compile_worker"],
+        input="{ this is no job\n\n" + "\n".join(map(json.dumps, lines)) + "\n",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 3, result.stderr
+    for says in ("JSONDecodeError", "unknown kernel 'no_such_kernel'", "threads is 100"):
+        assert says in result.stderr
+    assert kernel.prepared(config, problem, 1, key, prewait=True)
+    assert kernel.prepared(config, problem, 1, key, prewait=False)
+    assert not kernel.prepared(config, problem, 2, key, prewait=False)
+    assert not kernel.prepared(config, problem, 1, product("h100-sxm"), prewait=False)
+    assert len(list((tmp_path / "kernels").glob("*.o"))) == 2, "with and without the early read"

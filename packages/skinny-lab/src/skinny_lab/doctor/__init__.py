@@ -1,0 +1,1 @@
+"""`skinny doctor`: facts about this installation, as text or JSON."""

@@ -1,0 +1,100 @@
+"""What the words on the command line mean: a model, a device, a set of M."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skinny_core import device, plan
+from skinny_core.device import DeviceKey
+from skinny_core.errors import SkinnyError
+from skinny_core.family import ModelPackage, discover, for_architecture
+from skinny_core.problem import MAX_M
+
+
+class RequestError(SkinnyError, LookupError):
+    """The command line names something that is not there, or cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model config and the package that answers for it."""
+
+    name: str
+    package: ModelPackage
+    config: Mapping[str, Any]
+
+
+def find_model(text: str) -> Target:
+    """A packaged config name ("qwen3-8b", "Qwen/Qwen3-8B"), a `config.json`, or a folder that holds one.
+
+    Raises `RequestError` naming the known configs, or what is wrong with the file.
+    """
+    path = Path(text).expanduser()
+    if path.is_dir() and (path / "config.json").is_file():
+        path /= "config.json"
+    if path.is_file():
+        return _from_file(path)
+    packages = discover().packages
+    wanted = text.rpartition("/")[2].lower()
+    for package in packages:
+        if wanted in package.configs:
+            return Target(wanted, package, package.configs[wanted])
+    known = ", ".join(name for package in packages for name in package.configs)
+    fix = (
+        f"use one of: {known}; or the path of a config.json" if known else "install a model package, e.g. skinny-qwen3"
+    )
+    raise RequestError(f"no file and no packaged config named {text!r}", fix)
+
+
+def _from_file(path: Path) -> Target:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        architectures = config["architectures"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{path}: not a model config ({type(error).__name__}: {error})"
+        raise RequestError(what, "give a Hugging Face config.json with an `architectures` list") from None
+    for architecture in architectures:
+        package = for_architecture(architecture)
+        if package is not None:
+            return Target(str(path), package, config)
+    answered = ", ".join(a for p in discover().packages for a in p.architectures) or "none"
+    raise RequestError(
+        f"{path}: no installed model package answers for {', '.join(architectures)}",
+        f"install one; installed packages answer for: {answered}",
+    )
+
+
+def find_device(name: str | None, package: ModelPackage) -> tuple[DeviceKey, str]:
+    """The key of a product; without a name this machine's GPU; without a GPU the device of the package's first plan.
+
+    Returns the key and a note to show ("" where there is nothing to say). Raises `UnknownDeviceError`, or
+    `RequestError` where nothing is left to choose from.
+    """
+    if name is not None:
+        return device.product(name.lower()), ""
+    here = device.current_key()
+    if here is not None:
+        return here, ""
+    for file in package.plan_files():
+        planned = plan.load(file)
+        return planned.key, f"no GPU here: showing {planned.product}, the device of {file.name} (choose with --device)"
+    known = ", ".join(sorted(device.products()))
+    raise RequestError("no GPU here, and the model package ships no plan", f"name a device with --device: {known}")
+
+
+def find_rows(text: str) -> tuple[int, ...]:
+    """ "1-4,8" is (1, 2, 3, 4, 8). Raises `RequestError` for anything else or outside 1 to MAX_M."""
+    rows: set[int] = set()
+    for item in text.split(","):
+        first, dash, last = item.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise RequestError(f"-M {text}: cannot read {item.strip()!r}", "write rows like 1, 1-16 or 1,2,4")
+        chosen = range(int(first), int(last or first) + 1)
+        if not chosen or chosen[0] < 1 or chosen[-1] > MAX_M:
+            raise RequestError(f"-M {text}: rows go from 1 to {MAX_M}", "write rows like 1, 1-16 or 1,2,4")
+        rows |= set(chosen)
+    return tuple(sorted(rows))

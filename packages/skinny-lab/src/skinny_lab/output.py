@@ -1,0 +1,42 @@
+"""Where text goes: tables and prose to stdout through rich, JSON to stdout untouched, errors to stderr in two lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from skinny_core.errors import SkinnyError
+
+
+def console() -> Console:
+    """A console for stdout. Rich takes the terminal's width, 80 columns where there is none."""
+    return Console(highlight=False, soft_wrap=False)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one JSON document, indented, nothing else on stdout."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def print_error(error: SkinnyError) -> None:
+    """What is wrong and what to do, on stderr."""
+    stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+    stderr.print(Text.assemble(("error: ", "bold red"), error.what))
+    stderr.print(Text.assemble(("  fix: ", "bold green"), error.fix))
+
+
+def facts(title: str, rows: Mapping[str, str | Text]) -> Table:
+    """A borderless two-column table: names on the left, values folded on the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,108 @@
+"""`skinny doctor`: what it finds, and that one broken part hides no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import Result
+
+from skinny_core import env, family, kernels
+from skinny_lab.doctor import collect
+
+Skinny = Callable[..., Result]
+KEYS = {
+    "schema", "python", "platform", "driver", "settings", "versions", "devices", "kernels", "models", "broken_models",
+    "plans", "cache", "hosts", "problems",
+}  # fmt: skip
+
+
+def report(skinny: Skinny) -> dict[str, object]:
+    result = skinny("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    document: dict[str, object] = json.loads(result.stdout)
+    return document
+
+
+def test_json_has_the_documented_keys(skinny: Skinny) -> None:
+    document = report(skinny)
+    assert set(document) == KEYS
+    assert document["schema"] == 1
+    documented = (Path(__file__).parents[3] / "docs" / "explain.md").read_text()
+    assert [key for key in KEYS if f"`{key}`" not in documented] == []
+
+
+def test_text_fits_80_columns(skinny: Skinny) -> None:
+    result = skinny("doctor")
+    assert result.exit_code == 0
+    assert max(len(line) for line in result.output.splitlines()) <= 80
+    assert "bf16_simt" in result.output
+
+
+def test_a_malformed_variable_is_a_problem_not_a_crash(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKINNY", "neighbor=on")
+    document = report(skinny)
+    assert "neighbor" in str(document["settings"])
+    assert any("neighbor" in str(problem) for problem in document["problems"])  # type: ignore[attr-defined]
+
+
+def test_a_broken_user_plan_is_shown_with_its_line(skinny: Skinny) -> None:
+    folder = env.user_plan_folder()
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text('schema = 1\nfamily = "qwen3"\nfamly = "typo"\n')
+    document = report(skinny)
+    (broken,) = (p for p in document["plans"] if p["origin"] == "user folder")  # type: ignore[attr-defined]
+    assert broken["error"]["fix"]
+    assert broken["error"]["file"].endswith("mine.toml")
+    text = skinny("doctor").output
+    assert "ignored" in text
+    assert "mine.toml" in text
+
+
+def test_a_plan_that_is_not_there_is_shown(skinny: Skinny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SKINNY", f"plan={tmp_path / 'gone.toml'}")
+    (missing,) = (p for p in report(skinny)["plans"] if p["origin"] == "SKINNY")  # type: ignore[attr-defined]
+    assert "gone.toml" in str(missing["error"])
+
+
+def test_a_broken_dsl_shows_the_original_error(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = SimpleNamespace(availability=lambda: (False, "ImportError: libfoo.so.9: cannot open"))
+    monkeypatch.setattr(kernels, "get", lambda stem: broken)
+    assert "libfoo.so.9: cannot open" in skinny("doctor").output
+
+
+def test_a_broken_model_package_shows_the_original_error(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "discover", lambda: family.Discovery((), (("qwen9", "SyntaxError: bad"),)))
+    document = report(skinny)
+    assert document["broken_models"] == {"qwen9": "SyntaxError: bad"}
+    assert "qwen9" in str(document["problems"])
+
+
+def test_a_device_without_a_plan_is_a_problem_that_names_neighbours(
+    skinny: Skinny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skinny_lab.doctor.report import Device
+
+    device = Device(0, "NVIDIA H20", "sm90-78sm-60mib-96gb", "h20", ("h200", "h100-sxm"))
+    monkeypatch.setattr(collect, "_devices", lambda: [device])
+    (problem,) = (p for p in report(skinny)["problems"] if "no plan for" in p[0])  # type: ignore[attr-defined]
+    assert "h200" in problem[0]
+    assert "SKINNY=neighbour=on" in problem[1]
+
+
+def test_a_host_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> SimpleNamespace:
+        raise RuntimeError(f"{name} is broken")
+
+    monkeypatch.setattr(collect, "import_module", fail)
+    hosts = collect._hosts()
+    assert hosts
+    assert all("is broken" in host.text for host in hosts)
+
+
+def test_an_unwritable_cache_is_a_problem(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "_is_writable", lambda folder: False)
+    assert any("not writable" in p[0] for p in report(skinny)["problems"])  # type: ignore[attr-defined]

@@ -1,0 +1,124 @@
+"""`skinny plans check` and `seal` on files of every kind of health."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from skinny_core import plan
+
+Skinny = Callable[..., Result]
+TEXT = """\
+# made by hand
+schema = 1
+family = "qwen3"
+product = "h200"
+
+[device]
+capability = [9, 0]
+sm_count = 132
+l2_bytes = 62914560
+memory_class = "141gb"
+
+[[cell]]
+id = "o/M1"
+n = 4096
+k = 4096
+m = 1
+status = "refused"
+why = "slower than cuBLAS"
+kernel = "bf16_simt"
+config = { threads = 128, rows = 2, chunks = 4 } # the best of 40
+
+[cell.evidence]
+baseline_name = "cublas"
+candidate = { p20 = 14.0, p50 = 14.1, p80 = 14.2 }
+baseline = { p20 = 13.0, p50 = 13.2, p80 = 13.4 }
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "h200.toml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_shipped_plans_are_sound(skinny: Skinny) -> None:
+    result = skinny("plans", "check")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_file_without_a_digest_is_broken_and_seal_mends_it(skinny: Skinny, file: Path) -> None:
+    assert skinny("plans", "check", str(file)).exit_code == 1
+    assert skinny("plans", "seal", str(file)).exit_code == 0
+    assert skinny("plans", "check", str(file)).exit_code == 0
+    assert plan.load(file).digest == plan.load(file).seal()
+
+
+def test_seal_keeps_comments_and_is_idempotent(skinny: Skinny, file: Path) -> None:
+    skinny("plans", "seal", str(file))
+    once = file.read_text()
+    assert "# made by hand" in once
+    assert "# the best of 40" in once
+    skinny("plans", "seal", str(file))
+    assert file.read_text() == once
+
+
+def test_an_edit_after_sealing_is_seen(skinny: Skinny, file: Path) -> None:
+    skinny("plans", "seal", str(file))
+    file.write_text(file.read_text().replace("p50 = 14.1", "p50 = 12.1"))
+    result = skinny("plans", "check", str(file), "--json")
+    assert result.exit_code == 1
+    (entry,) = json.loads(result.stdout)["files"]
+    assert "digest" in entry["error"]["what"]
+    assert "skinny plans seal" in entry["error"]["fix"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at"),
+    [
+        ("n = 4096", "n = 4096\nrows = 4", "rows"),
+        ("p50 = 14.1", "p50 = -14.1", "candidate"),
+        ("threads = 128", "threads = 100", "config"),
+        ("sm_count = 132", "sm_count = 78", "[device]"),
+        ('why = "slower than cuBLAS"\n', "", "[[cell]]"),
+        ("[device]", "[device", "[device"),
+    ],
+    ids=["unknown-key", "negative-time", "config", "device", "no-why", "syntax"],
+)
+def test_a_broken_file_is_shown_with_line_and_fix(skinny: Skinny, file: Path, old: str, new: str, at: str) -> None:
+    text = TEXT.replace(old, new)
+    file.write_text(text)
+    result = skinny("plans", "check", str(file), "--json")
+    assert result.exit_code == 1
+    (entry,) = json.loads(result.stdout)["files"]
+    assert text.splitlines()[entry["error"]["line"] - 1].startswith(at)
+    assert entry["error"]["fix"]
+    shown = skinny("plans", "check", str(file)).output
+    assert "broken" in shown
+    assert "fix:" in shown
+
+
+def test_seal_refuses_a_broken_file_and_leaves_it(skinny: Skinny, file: Path) -> None:
+    file.write_text(TEXT.replace("n = 4096", "n = -1"))
+    before = file.read_text()
+    result = skinny("plans", "seal", str(file))
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 2
+    assert file.read_text() == before
+
+
+def test_a_missing_file_is_named(skinny: Skinny, tmp_path: Path) -> None:
+    assert "gone.toml" in skinny("plans", "check", str(tmp_path / "gone.toml"), "--json").stdout
+    assert skinny("plans", "seal", str(tmp_path / "gone.toml")).exit_code == 2
+
+
+def test_the_schema_in_docs_is_the_one_of_the_types(skinny: Skinny) -> None:
+    """`nox -s plans-schema` writes it."""
+    written = (Path(__file__).parents[3] / "docs" / "plan.schema.json").read_text()
+    assert skinny("plans", "schema").stdout == written

@@ -1,0 +1,90 @@
+"""Figures in files are generated from committed rows, and shipped plans are the measurements that the rows hold."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from skinny_core import plan
+from skinny_lab.bench import cells, rows
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DEVICES = sorted(p.name for p in RESULTS.iterdir() if p.is_dir())
+PLANS = sorted(ROOT.glob("models/*/src/*/plans/*.toml"))
+
+
+def _report() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_there_are_results() -> None:
+    assert DEVICES
+    assert PLANS
+
+
+def test_summary_and_readme_are_what_the_rows_give() -> None:
+    for path, text in _report().generated().items():
+        assert path.read_text() == text, f"run `python benchmarks/report.py`: {path.name} is stale"
+
+
+@pytest.mark.parametrize("path", PLANS, ids=[p.stem for p in PLANS])
+def test_a_shipped_plan_is_sealed_and_its_rows_are_committed(path: Path) -> None:
+    shipped = plan.load(path)
+    assert shipped.digest == shipped.seal(), "cells were edited after they were measured"
+    committed = rows.read_csv(RESULTS / shipped.product / "cells.csv")
+    measured = [row for row in cells.planned_rows(shipped) if row.status in ("", "win", "refused")]
+    missing = [row for row in measured if row not in committed]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", PLANS, ids=[p.stem for p in PLANS])
+def test_a_shipped_plan_names_its_machine(path: Path) -> None:
+    environment = plan.load(path).environment
+    for name in ("gpu", "driver", "torch", "cuda", "dsl", "commit", "date", "command"):
+        assert getattr(environment, name), f"{path.name}: environment.{name} is empty"
+
+
+@pytest.mark.parametrize("path", PLANS, ids=[p.stem for p in PLANS])
+def test_every_win_obeys_the_keep_rule(path: Path) -> None:
+    for cell in plan.load(path).cells:
+        e = cell.evidence
+        assert e.candidate_hot
+        assert e.baseline_hot
+        hot = e.baseline_hot.p50 / e.candidate_hot.p50
+        wins = e.speedup >= 1.05 and hot >= (1.03 if cell.m <= 2 else 1.0)
+        if cell.m >= 3:
+            assert e.in_model_us is not None
+            wins = wins and e.in_model_us <= 0
+        assert wins == (cell.status == "win"), cell.id
+
+
+def test_summary_by_hand() -> None:
+    """Two shapes at one M: geometric means of 2x and 8x, of 1.5x and 6x, and floors of 1 us."""
+
+    def row(what: str, provider: str, p50: float, kind: str = "cell", m: int = 1) -> rows.Row:
+        return rows.Row(
+            kind, what, 2300, 1000, m, provider, "", "cold" if kind == "cell" else "engine",
+            "win" if provider == "skinny" and kind == "cell" else "", "us", p50, p50, p50, 9, "GPU", "1", "2", "c", "2026-01-01",
+        )  # fmt: skip
+
+    found = rows.summarise(
+        [
+            row("a", "skinny", 2.0), row("a", "cublas", 4.0), row("a", "peer", 3.0),
+            row("b", "skinny", 8.0), row("b", "cublas", 64.0), row("b", "peer", 48.0), row("b", "other", 99.0),
+            row("model", "stock", 5.0, "tpot", 2), row("model", "stock", 7.0, "tpot", 2), row("model", "skinny", 3.0, "tpot", 2),
+        ]
+    )  # fmt: skip
+    assert found["vs_cublas"] == {"1": 4.0}
+    assert found["vs_best_peer"] == {"1": 3.0}
+    assert found["limit_fraction"] == {"1": 0.25}
+    assert found["cells"] == {"win": 2, "refused": 0, "reported": 0}
+    assert found["tpot"] == {"model": {"2": {"stock_ms": 6.0, "skinny_ms": 3.0, "runs": 1}}}

@@ -1,0 +1,1 @@
+"""Each wheel as a user gets it."""

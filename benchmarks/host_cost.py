@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear as torch_linear
 
-import skinny_core.op  # noqa: F401
-from skinny_core import device, dispatch, plan, warmup
+from skinny_core import device, dispatch, op, plan, warmup
 from skinny_core.problem import DType
 
 CALLS, ROUNDS = 400, 15
@@ -33,14 +32,14 @@ def main() -> None:
     x = torch.randn(1, K, dtype=torch.bfloat16, device="cuda")
     wide = torch.randn(17, K, dtype=torch.bfloat16, device="cuda")
     _activate_cell()
-    op = torch.ops.skinny.linear.default
+    call_op = op.linear.default
     entries: dict[str, Callable[[], object]] = {
         "F.linear M=1": lambda: torch_linear(x, w),
         "plain entry, planned M=1": lambda: dispatch.linear(x, w, "host-cost"),
-        "op, planned M=1": lambda: op(x, w, "host-cost"),
+        "op, planned M=1": lambda: call_op(x, w, "host-cost"),
         "F.linear M=17": lambda: torch_linear(wide, w),
         "plain entry, unplanned M=17": lambda: dispatch.linear(wide, w, "host-cost"),
-        "op, unplanned M=17": lambda: op(wide, w, "host-cost"),
+        "op, unplanned M=17": lambda: call_op(wide, w, "host-cost"),
     }
     found: dict[str, list[float]] = {name: [] for name in entries}
     with torch.inference_mode():

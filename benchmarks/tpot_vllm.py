@@ -97,6 +97,9 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="start no further process once an average one would not end in time"
+    )
     parser.add_argument("--commit", default="", help="commit of the sources, where they are not a checkout")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--arm", type=Path, help=argparse.SUPPRESS)
@@ -120,15 +123,25 @@ def drive(arguments: argparse.Namespace, folder: Path) -> None:
     environment = machine.environment(commit=arguments.commit)
     found: list[rows.Row] = []
     raw: list[dict[str, Any]] = []
-    for run in range(arguments.runs):
-        for name in ("stock", rows.OURS) if run % 2 == 0 else (rows.OURS, "stock"):
-            result = _process(arguments, folder, name)
-            raw.append({"run": run, "arm": name, **result})
-            print(name, run, {c: round(t["p50"], 4) for c, t in result["tpot"].items()}, result["active"], flush=True)
-            for concurrency, t in result["tpot"].items():
-                found.append(_row(arguments.model, int(concurrency), name, t, environment))
-    rows.write_text(arguments.out / f"tpot-{arguments.model}.json", json.dumps(raw, indent=1) + "\n")
-    rows.write_csv(arguments.out / f"tpot-{arguments.model}.csv", found)
+    begun = time.monotonic()
+    # off, on, on, off: a drift of the machine does not favour an arm.
+    arms = [
+        arm for run in range(arguments.runs) for arm in (("stock", rows.OURS) if run % 2 == 0 else (rows.OURS, "stock"))
+    ]
+    for number, name in enumerate(arms):
+        spent = time.monotonic() - begun
+        if arguments.seconds and number >= 2 and spent + 0.7 * spent / number > arguments.seconds:
+            print(f"stopped after {number} of {len(arms)} processes: {spent:.0f} of {arguments.seconds:.0f} s used")
+            break
+        result = _process(arguments, folder, name)
+        raw.append({"process": number, "arm": name, **result})
+        medians = {c: round(t["p50"], 4) for c, t in result["tpot"].items()}
+        print(f"{time.monotonic() - begun:5.0f}s", name, medians, result["active"], flush=True)
+        for concurrency, t in result["tpot"].items():
+            found.append(_row(arguments.model, int(concurrency), name, t, environment))
+        # After every process: nothing measured is lost.
+        rows.write_text(arguments.out / f"tpot-{arguments.model}.json", json.dumps(raw, indent=1) + "\n")
+        rows.write_csv(arguments.out / f"tpot-{arguments.model}.csv", found)
     _print(arguments.model, found)
 
 

@@ -114,7 +114,7 @@ def test_the_variable_is_read_at_every_activation(
     assert dispatch.activate(package).wins == 0
     monkeypatch.setenv("SKINNY", "batch_invariant=on")
     dispatch.activate(package)
-    assert (_call(1), _call(3)) == ("fallback:batch_invariant", "fallback:batch_invariant")
+    assert {_call(m) for m in (1, 3, 17)} == {"fallback:batch_invariant"}
 
 
 def test_a_broken_user_plan_warns_once_and_the_host_goes_on(

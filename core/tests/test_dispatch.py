@@ -95,6 +95,7 @@ FALLBACKS: dict[str, tuple[Reason, Callable[[], tuple[torch.Tensor, torch.Tensor
     "not viewable": (Reason.LAYOUT, lambda: (_randn(2, 5, K)[:, :2], _randn(N, K))),
     "K strided": (Reason.LAYOUT, lambda: (_randn(2, 2 * K)[:, ::2], _randn(N, K))),
     "K strided, one row": (Reason.LAYOUT, lambda: (_randn(1, 2 * K)[:, ::2], _randn(N, K))),
+    "every second column of a weight": (Reason.LAYOUT, lambda: (_randn(2, K), _randn(N, 2 * K)[:, ::2])),
     "transposed weight": (Reason.LAYOUT, lambda: (_randn(2, K), _randn(K, N).T)),
     "x off by 2 bytes": (Reason.ALIGNMENT, lambda: (_randn(2 * K + 1)[1:].view(2, K), _randn(N, K))),
     "w off by 8 bytes": (Reason.ALIGNMENT, lambda: (_randn(2, K), _randn(N * K + 4)[4:].view(N, K))),

@@ -73,14 +73,16 @@ def test_summary_by_hand() -> None:
     def row(what: str, provider: str, p50: float, kind: str = "cell", m: int = 1) -> rows.Row:
         return rows.Row(
             kind, what, 2300, 1000, m, provider, "", "cold" if kind == "cell" else "engine",
-            "win" if provider == "skinny" and kind == "cell" else "", "us", p50, p50, p50, 9, "GPU", "1", "2", "c", "2026-01-01",
+            "win" if provider == "skinny" and kind == "cell" else "", "us", p50, p50, p50, 9,
+            "GPU", "1", "2", "c", "2026-01-01",
         )  # fmt: skip
 
     found = rows.summarise(
         [
             row("a", "skinny", 2.0), row("a", "cublas", 4.0), row("a", "peer", 3.0),
             row("b", "skinny", 8.0), row("b", "cublas", 64.0), row("b", "peer", 48.0), row("b", "other", 99.0),
-            row("model", "stock", 5.0, "tpot", 2), row("model", "stock", 7.0, "tpot", 2), row("model", "skinny", 3.0, "tpot", 2),
+            row("model", "stock", 5.0, "tpot", 2), row("model", "stock", 7.0, "tpot", 2),
+            row("model", "skinny", 3.0, "tpot", 2),
         ]
     )  # fmt: skip
     assert found["vs_cublas"] == {"1": 4.0}

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from skinny_core import dispatch, family, warmup
+from skinny_core import dispatch, family, op, warmup
 from skinny_core.device import DeviceKey
 from skinny_core.testing import numerics
 from tests import checkout
@@ -56,7 +56,7 @@ def _outcomes(name: str, shipped: Shipped) -> dict[str, int]:
 def test_right_and_really_run(shipped: Shipped, ready: str) -> None:
     cell, w = shipped.cell, _weight(shipped.cell.n, shipped.cell.k)
     x = torch.randn(cell.m, cell.k, dtype=torch.bfloat16, device="cuda")
-    y = torch.ops.skinny.linear(x, w, ready)
+    y = op.linear(x, w, ready)
     assert _outcomes(ready, shipped) == {f"kernel:{cell.kernel}": 1}
     numerics.assert_t1(y, x, w)
 

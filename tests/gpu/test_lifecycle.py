@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as torch_linear
 
-import skinny_core.op  # noqa: F401
-from skinny_core import dispatch, warmup
+from skinny_core import dispatch, op, warmup
 from skinny_core.device import DeviceKey
 from skinny_core.errors import CompileForbiddenError
 from skinny_core.problem import DType
@@ -66,7 +65,7 @@ def test_fallback_is_byte_equal(planned: DeviceKey, case: str) -> None:
     x, w = make()
     cells.linear(*_data(2))  # an aligned call first: a kernel for it exists
     dispatch.reset_counters()
-    for call in (cells.linear, lambda a, b: torch.ops.skinny.linear(a, b, cells.FAMILY)):
+    for call in (cells.linear, lambda a, b: op.linear(a, b, cells.FAMILY)):
         try:
             expected = torch_linear(x, w)
         except RuntimeError as error:
@@ -103,7 +102,7 @@ def test_padded_rows_run_without_a_copy(planned: DeviceKey) -> None:
 def test_gradients_take_the_original_call(planned: DeviceKey) -> None:
     x, w = _data(2)
     results = []
-    for call in (torch_linear, cells.linear, lambda a, b: torch.ops.skinny.linear(a, b, cells.FAMILY)):
+    for call in (torch_linear, cells.linear, lambda a, b: op.linear(a, b, cells.FAMILY)):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
         y = call(a, b)
         assert y.grad_fn is not None
@@ -270,9 +269,7 @@ def test_compiled_code_reads_m_at_run_time(planned: DeviceKey) -> None:
 
     w = _data(1)[1]
     counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(
-        lambda x: torch.ops.skinny.linear(x, w, cells.FAMILY) + 1, fullgraph=True, dynamic=True, backend=counter
-    )
+    compiled = torch.compile(lambda x: op.linear(x, w, cells.FAMILY) + 1, fullgraph=True, dynamic=True, backend=counter)
     for m in (512, 1, 2, 4, 5, 64, 1, 2):
         x = torch.randn(m, K, dtype=torch.bfloat16, device="cuda")
         numerics.assert_bit_equal(compiled(x), cells.linear(x, w) + 1)
@@ -283,6 +280,5 @@ def test_compiled_code_reads_m_at_run_time(planned: DeviceKey) -> None:
 
 
 def test_opcheck(planned: DeviceKey) -> None:
-    op = torch.ops.skinny.linear.default
     for m in (1, 2, 3, 40):
-        torch.library.opcheck(op, (*_data(m), cells.FAMILY))
+        torch.library.opcheck(op.linear.default, (*_data(m), cells.FAMILY))

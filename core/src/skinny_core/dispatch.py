@@ -250,6 +250,14 @@ def linear(
     return original(x, weight, residual, out_dtype)
 
 
+def declined(family: str, n: int, k: int, m: int, reason: Reason) -> None:
+    """Count (and, the first time, log) a call that an adapter gave to the original for a reason only it can see.
+
+    n, k: weight shape `[N, K]`. m: rows of the call, any number.
+    """
+    _count(family, Problem(n=n, k=k), m, reason)
+
+
 def original(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> torch.Tensor:

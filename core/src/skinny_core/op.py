@@ -83,3 +83,6 @@ def _register() -> torch.library.Library:
 # The op lives as long as this object. A reload of the module finds it and registers nothing twice.
 if "_library" not in globals():
     _library = _register()
+
+linear = torch.ops.skinny.linear
+"""The registered op. Adapters call it through this name, so that using it is importing this module."""

@@ -36,7 +36,10 @@ SPREAD: dict[str, tuple[SimtConfig, Problem, int, bool]] = {
     "persistent M4 late": (SimtConfig(128, 1, 4, 8), Problem(n=151936, k=4096), 4, False),
     "M16": (SimtConfig(512, 1, 1), Problem(n=4096, k=4096), 16, True),
     "fp16 to fp32, residual, M2": (
-        SimtConfig(320, 4, 1), Problem(n=5120, k=2560, **FP16 | {"output": DType.FP32}, epilogue=Epilogue.RESIDUAL), 2, True,
+        SimtConfig(320, 4, 1),
+        Problem(n=5120, k=2560, **FP16 | {"output": DType.FP32}, epilogue=Epilogue.RESIDUAL),
+        2,
+        True,
     ),
     "fp16 M1 tiny K": (SimtConfig(32, 1, 1), Problem(n=7, k=8, **FP16), 1, True),
     "largest blocks M4": (SimtConfig(1024, 2, 1), Problem(n=4096, k=8192), 4, True),

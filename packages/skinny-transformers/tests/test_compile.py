@@ -138,10 +138,11 @@ def test_autocast_around_a_compiled_model(family, rows):
     assert run(x).dtype == torch.float32
 
 
-def test_exported_program_does_not_need_skinny(model, family):
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_program_does_not_need_skinny(model, family, strict):
     skinny_transformers.install(model, family=family)
     with torch.no_grad():
-        program = torch.export.export(model, (x_of(3),))
+        program = torch.export.export(model, (x_of(3),), strict=strict)
     assert not any("skinny" in str(node.target) for node in program.graph.nodes)
     x = x_of(3)
     assert torch.equal(program.module()(x), model(x))

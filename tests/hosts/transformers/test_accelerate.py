@@ -61,7 +61,9 @@ def test_hooks_removed_then_uninstalled(make, generate, calls, first):
     skinny_transformers.uninstall(model)
     assert generate(model) == expected
     assert calls() == {}
-    assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert all(type(m) is nn.Linear for m in layers)
+    assert not any("skinny" in getattr(value, "__module__", "") for m in layers for value in m.__dict__.values())
 
 
 def test_uninstalled_under_the_hooks(make, generate, calls):

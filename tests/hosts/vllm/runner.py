@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def thin_tree(version: str) -> Path:
-    """Folder with the Python files and the metadata of vLLM `version`; downloaded (300 MB) and unpacked once per machine."""
+    """Folder with the Python files and the metadata of vLLM `version`; the wheel (300 MB) is fetched once."""
     target = CACHE / f"vllm-{version}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(CACHE / f"vllm-{version}.lock"):
@@ -63,7 +63,17 @@ def thin_tree(version: str) -> Path:
 
 
 def _download(version: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", f"vllm=={version}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        f"vllm=={version}",
+    ]
     subprocess.run([*command, "--disable-pip-version-check", "-d", str(folder)], check=True, timeout=600)
     return next(folder.glob("vllm-*.whl"))
 
@@ -121,10 +131,14 @@ def run(
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "XDG_CONFIG_HOME": str(folder / "config"),
         "OMP_NUM_THREADS": "1",
+        # Scalar C++: Inductor would compile a probe per vector instruction set, again for every compile cache.
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",
         **variables,
     }
     command = [sys.executable, str(HERE / "scenarios" / script), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not results:
         text = f"{script} on vLLM {version}: exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"

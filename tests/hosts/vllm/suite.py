@@ -1,4 +1,4 @@
-"""What is promised for each supported vLLM release. Imported by one test file per release, so that two workers share them.
+"""What is promised for each supported vLLM release. Imported by one test file per release, so that two workers share.
 
 The runs are module fixtures: each is one process, several tests read what it reported. All runs of a release share one
 vLLM cache folder, and the compiled ones run in the order off, on, on with an edited plan, off.
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from skinny_core import kernels, plan
 from skinny_core.device import product
 from skinny_core.testing import stand_in
-
 from tests.hosts.vllm import runner
 
 Run = Callable[..., dict[str, Any]]
@@ -99,7 +99,9 @@ def test_construction_on_a_pretended_h200(constructed: dict[str, Any]) -> None:
 def test_the_plug_in_is_loaded_in_every_process(eager: dict[str, Any]) -> None:
     assert eager["pid"] != eager["engine"]["pid"]
     assert eager["status"]["state"] == eager["engine"]["status"]["state"] == "ready"
-    assert [(m["package"], m["layers"], m["skipped"]) for m in eager["engine"]["status"]["models"]] == [("qwen3", 9, {})]
+    assert [(m["package"], m["layers"], m["skipped"]) for m in eager["engine"]["status"]["models"]] == [
+        ("qwen3", 9, {})
+    ]
     line = "active cells for 9 layers"
     assert eager["log"].count(line) == 1
     assert "switch off with SKINNY=off" in next(text for text in eager["log"].splitlines() if line in text)

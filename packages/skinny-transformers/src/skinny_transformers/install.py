@@ -34,8 +34,6 @@ def install(
     if off:
         return Report(name, tuple(f.report(False, Reason.DISABLED) for f in found), (off,))
 
-    import skinny_core.op  # noqa: F401  registers torch.ops.skinny.linear, which compiled models call
-
     foreign = {}
     for f in found:
         if f.unsuitable()[0] is None and not seam.attach(f.layer, name, f.parent, f.name):

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skinny_core import dispatch
-from skinny_core.problem import Problem
+from skinny_core import dispatch, op
 from skinny_core.rules import Reason
 
 SITE = "_skinny_site"
@@ -68,13 +67,13 @@ class Linear(nn.Linear):
             # M is a symbol here and must stay one: the op looks at it when the graph runs. An exported program must
             # load where skinny is absent, so it gets no op.
             if reason is None and not torch.compiler.is_exporting():
-                return torch.ops.skinny.linear(input, weight, site.family)
+                return op.linear(input, weight, site.family)
             return nn.Linear.forward(self, input)
         if reason is None and not _is_recorded():
             return dispatch.linear(input, weight, site.family)
         n, k, elements = self.out_features, self.in_features, input.numel()
         if k and type(elements) is int:  # a symbol belongs to a fake tensor, and nothing is called
-            _declined(site.family, n, k, elements // k, reason or Reason.HOOKED)
+            dispatch.declined(site.family, n, k, elements // k, reason or Reason.HOOKED)
         return nn.Linear.forward(self, input)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -164,11 +163,6 @@ def detach(layer: nn.Module) -> bool:
     if type(layer) is Linear:
         layer.__class__ = nn.Linear
     return True
-
-
-def _declined(family: str, n: int, k: int, m: int, reason: Reason) -> None:
-    """Count a call that never reaches dispatch, as dispatch counts its own."""
-    dispatch._count(family, Problem(n=n, k=k), min(m, dispatch.M_ABOVE), reason)
 
 
 def is_ours(forward: Any) -> bool:

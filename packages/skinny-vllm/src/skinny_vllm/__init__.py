@@ -25,7 +25,7 @@ def status() -> HostStatus:
 
 
 def install(model: Any, vllm_config: Any) -> Installation | None:
-    """Replace the method objects of `model` (a constructed vLLM model). Twice is once. None: declined, see `status()`."""
+    """Replace the method objects of a constructed vLLM model. Twice is once. None: declined, see `status()`."""
     from skinny_vllm.installer import install as put
 
     return put(model, vllm_config)

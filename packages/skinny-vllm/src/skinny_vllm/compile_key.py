@@ -1,9 +1,9 @@
 """Keeps compiled graphs with and without the op apart, by one entry in the host's configuration.
 
 `VllmConfig.compute_hash` hashes `additional_config` as sorted JSON, and that hash is part of the key of both compile
-caches (AOT and JIT). It is computed at the first forward pass, so an entry made while the model is constructed or loaded
-counts. The entry says which layers call the op and what decides eligibility; no plan data, so editing a plan costs no
-compilation.
+caches (AOT and JIT). It is computed at the first forward pass, so an entry made while the model is constructed or
+loaded counts. The entry says which layers call the op and what decides eligibility; no plan data, so editing a plan
+costs no compilation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(config: Any, value: str | None) -> None:
 
 
 def holders(model: Any, config: Any) -> list[Any]:
-    """`config` and every other configuration object that a module of `model` keeps (compiled modules hash their own)."""
+    """`config` and every other configuration object that a module of `model` keeps: compiled modules hash their own."""
     found = {id(config): config}
     for module in model.modules():
         own = module.__dict__.get("vllm_config")

@@ -1,6 +1,7 @@
-"""May this model's layers be touched at all? Facts of the engine's configuration, judged once, when a model is constructed.
+"""May this model's layers be touched at all? Facts of the engine's configuration, judged once per constructed model.
 
-Per-call facts (bias, batch-invariant mode, a wrapper around the layer, dtypes, strides) are judged at each call elsewhere.
+Facts of a call (bias, batch-invariant mode, a wrapper around the layer, dtypes, strides) are judged elsewhere, at each
+call.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from skinny_core.env import settings
 from skinny_core.rules import OK, Reason, Verdict
 

@@ -1,7 +1,7 @@
 """What would the host run for a layer? The op may stand in only for `F.linear(x, layer.weight)`.
 
-On CUDA that is a fixed function. On the CPU vLLM chooses per layer after loading: packed GEMMs keep their own copy of the
-weight and may drop the original, and only its last resort is `F.linear`.
+On CUDA that is a fixed function. On the CPU vLLM chooses per layer after loading: packed GEMMs keep their own copy of
+the weight and may drop the original, and only its last resort is `F.linear`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from vllm.model_executor.layers import utils as host
 from vllm.platforms import current_platform
 
-# What a function that is only `lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)` refers to. The packed
+# Names in a function that is only `lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)`. The packed
 # variants close over a handle or a packed copy; this one has nothing of its own.
 _LINEAR = ("torch", "nn", "functional", "linear")
 

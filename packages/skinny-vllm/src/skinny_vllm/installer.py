@@ -1,4 +1,4 @@
-"""Replaces and restores the method objects of one model, and readies the cells it needs before the first forward pass."""
+"""Replaces and restores the method objects of one model, and readies its cells before the first forward pass."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import skinny_core.op
 import torch
 import vllm.envs as envs
-from skinny_core import device, dispatch, family, warmup
-from skinny_core.problem import DType
-from skinny_core.rules import Reason
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 
+import skinny_core.op  # noqa: F401  registers the op that compiled graphs call
+from skinny_core import device, dispatch, family, warmup
+from skinny_core.problem import DType
+from skinny_core.rules import Reason
 from skinny_vllm import compile_key, eligibility, host_call, plugin, sites
 from skinny_vllm.methods import SkinnyEmbeddingMethod, SkinnyLinearMethod
 from skinny_vllm.report import ModelStatus
@@ -42,7 +42,8 @@ class Installation:
     ready: bool = False
 
     def settle(self, layer: Any) -> None:
-        """The host has processed this layer's weight: decide whether it calls the op. The last one makes the model ready."""
+        """The host has processed this layer's weight: decide whether it calls the op. The last layer makes the model
+        ready."""
         self.decide(layer)
         self.publish()
         self.waiting.discard(id(layer))
@@ -90,8 +91,8 @@ class Installation:
         where = str(self.key) if self.key else f"{current_platform.device_type} (no kernels here)"
         built = f", {compiled} kernels compiled now" if compiled else ""
         return (
-            f"skinny-{self.package.name} {self.package.version}: {len(cells)} active cells for {len(self.emitting)} layers"
-            f" on {where}{built}; switch off with SKINNY=off"
+            f"skinny-{self.package.name} {self.package.version}: {len(cells)} active cells for"
+            f" {len(self.emitting)} layers on {where}{built}; switch off with SKINNY=off"
         )
 
 
@@ -184,7 +185,7 @@ def _carry_key(installation: Installation, model: torch.nn.Module, config: Any) 
 
 
 def uninstall(model: torch.nn.Module) -> int:
-    """Restore every original object and configuration entry; compiled graphs fall back. Returns the number of layers."""
+    """Restore every original object and configuration entry; compiled graphs fall back. Returns how many layers."""
     pairs = _methods(model)
     for layer, method in pairs:
         layer.quant_method = method.original

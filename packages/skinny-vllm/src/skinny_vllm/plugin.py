@@ -1,7 +1,7 @@
 """`register()`: what vLLM calls in every process before it has a configuration, and the state that follows from it.
 
-It decides whether the plug-in is on (SKINNY, vLLM's version) and attaches the seam. It touches no device, imports no part
-of vLLM, and never raises into the host.
+It decides whether the plug-in is on (SKINNY, vLLM's version) and attaches the seam. It touches no device, imports no
+part of vLLM, and never raises into the host.
 """
 
 from __future__ import annotations
@@ -44,11 +44,16 @@ def _register() -> None:
     if state is State.UNSUPPORTED and _state is not state:
         log.warning("skinny is off: %s", detail)
     if state is State.IDLE:
-        from skinny_vllm.installer import on_constructed
-
-        seam.attach(lambda model: guarded(on_constructed, model))
+        seam.attach(lambda model: guarded(_constructed, model))
         state = State.READY
     _set(state, detail)
+
+
+def _constructed(model: Any) -> None:
+    # Imports the host's layers: by now vLLM has them, at registration it may not.
+    from skinny_vllm.installer import on_constructed
+
+    on_constructed(model)
 
 
 def _set(state: State, detail: str) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from skinny_core.rules import Reason
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -20,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from skinny_core.rules import Reason
 from skinny_vllm.methods import SkinnyEmbeddingMethod, SkinnyLinearMethod
 
 
@@ -45,7 +45,7 @@ def candidates(model: torch.nn.Module) -> Iterator[Site]:
 
 
 def _is_projection(module: torch.nn.Module, leaf: str) -> bool:
-    # A tied Qwen3 of 0.26 has `lm_head is embed_tokens`: a VocabParallelEmbedding, told from an embedding by its name only.
+    # A tied Qwen3 of 0.26 has `lm_head is embed_tokens`: only its name tells that this embedding is a head, too.
     tied = isinstance(module, VocabParallelEmbedding) and leaf == "lm_head"
     return isinstance(module, LinearBase | ParallelLMHead) or tied
 

@@ -1,4 +1,4 @@
-"""A whole model through the host's own `initialize_model`, on a pretended CUDA device: the seam, the key, every refusal.
+"""A whole model through the host's own `initialize_model`, on a pretended CUDA device: seam, key, every refusal.
 
 Argument: folder of the tiny models.
 """
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from checks import report, run_checks, world
-from skinny_core import dispatch, env
-from skinny_core.rules import Reason
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 
 import skinny_vllm
+from skinny_core import dispatch, env
+from skinny_core.rules import Reason
 from skinny_vllm import compile_key, installer
 from skinny_vllm.report import State
 
@@ -59,7 +59,11 @@ def check_the_seam_installs_before_weights(config: Any) -> None:
     assert compile_key.ENTRY in config.additional_config
     status = skinny_vllm.status()
     assert status.state is State.READY
-    assert (status.models[-1].architecture, status.models[-1].package, status.models[-1].layers) == ("Qwen3ForCausalLM", "qwen3", 9)
+    assert (status.models[-1].architecture, status.models[-1].package, status.models[-1].layers) == (
+        "Qwen3ForCausalLM",
+        "qwen3",
+        9,
+    )
     layer = model.model.layers[0].mlp.down_proj
     torch.nn.init.normal_(layer.weight)
     x = torch.randn(2, 512)
@@ -163,4 +167,6 @@ def check_a_failure_leaves_the_model_as_it_was(config: Any) -> None:
 if __name__ == "__main__":
     configuration = make_config("tied")
     with world(configuration):
-        report(checks=run_checks(dict(globals()), configuration), capability=list(current_platform.get_device_capability()))
+        report(
+            checks=run_checks(dict(globals()), configuration), capability=list(current_platform.get_device_capability())
+        )

@@ -1,7 +1,7 @@
 """The real engine on the CPU. Arguments: model folder, "eager" or "compiled", "here" or "processes", and a plan file.
 
-Prints tokens, op calls by shape and M, what the compiler did, and the plug-in's state in every process. With a plan file
-(of the stand-in kernel) the same engine then decodes once more with that plan, its tensors passing for CUDA tensors.
+Prints tokens, op calls by shape and M, what the compiler did, and the plug-in's state in every process. With a plan
+file (of the stand-in kernel) the same engine then decodes once more with that plan, its tensors passing for CUDA ones.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ TOKENS = 4
 
 def describe(worker: Any) -> dict[str, Any]:
     """State in the process that holds the model."""
-    from skinny_core import dispatch
     from vllm.compilation.counter import compilation_counter
 
     import skinny_vllm
+    from skinny_core import dispatch
 
     return {
         "pid": os.getpid(),
@@ -48,8 +48,9 @@ def remove(worker: Any) -> int:
 
 
 def pretend_cuda(plan: str) -> list[str]:
-    """Activate a plan of the stand-in kernel and warm it, in this process; the CPU passes for CUDA device 0, an H200."""
+    """Activate a plan of the stand-in kernel and warm it, in this process; the CPU passes for an H200, device 0."""
     import torch
+
     from skinny_core import device, dispatch, env, family, warmup
     from skinny_core.problem import DType
     from skinny_core.testing import stand_in

@@ -1,6 +1,7 @@
 """Test only: vLLM's CPU platform, compiling with vLLM's own backend as the GPU platforms do.
 
-The real CPU platform replaces the compile mode by a plain Dynamo one whose AOT artifacts vLLM writes but cannot load again.
+The real CPU platform replaces the compile mode by a plain Dynamo one, whose AOT artifacts vLLM writes but cannot load
+again.
 """
 
 from __future__ import annotations

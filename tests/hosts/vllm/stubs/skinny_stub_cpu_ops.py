@@ -1,4 +1,4 @@
-"""Test only: plain torch versions of the few `_C` ops that vLLM's CPU backend calls, for wheels without their libraries.
+"""Test only: plain torch versions of the few `_C` ops that vLLM's CPU backend calls, in place of its libraries.
 
 Enough for a BF16 decoder with causal attention, neox rotary embedding and greedy sampling. They exercise the host's
 control flow, not the host's kernels. Schemas take the arguments of 0.33 and default those that 0.26 does not pass.
@@ -51,7 +51,10 @@ def register() -> None:
     op("silu_and_mul(Tensor(a!) out, Tensor x) -> ()", silu_and_mul)
     op("greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(-1).view(-1))
     op("convert_weight_packed(Tensor weight) -> Tensor", lambda weight: weight.clone())
-    op("weight_packed_linear(Tensor x, Tensor weight, Tensor? bias, bool vnni) -> Tensor", lambda x, w, b, _: F.linear(x, w, b))
+    op(
+        "weight_packed_linear(Tensor x, Tensor weight, Tensor? bias, bool vnni) -> Tensor",
+        lambda x, w, b, _: F.linear(x, w, b),
+    )
     op("fused_gumbel_argmax(Tensor p, Tensor seeds) -> Tensor", lambda p, seeds: p.argmax(-1).view(-1))
 
 

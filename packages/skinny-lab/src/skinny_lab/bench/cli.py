@@ -14,6 +14,7 @@ from skinny_core import env, family, table
 from skinny_core.errors import ModelConfigError, SkinnyError, UnknownDeviceError
 from skinny_core.plan import Cell, Plan, load
 from skinny_lab.bench.rows import OURS, Row
+from skinny_lab.explain.target import find_rows
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -43,7 +44,7 @@ def bench(
     from skinny_lab.bench.peers import peer_maker
 
     console = Console()
-    wanted = parse_rows(rows)
+    wanted = find_rows(rows)
     chosen = [(p, c) for p, c in find_cells(plan, models or [], device.current_key()) if c.m in wanted]
     if not chosen:
         raise UnknownDeviceError(
@@ -62,23 +63,6 @@ def bench(
 
         write_csv(out, result)
         console.print(f"{len(result)} rows in {out}")
-
-
-def parse_rows(text: str) -> set[int]:
-    """ "1,2,4-6" -> {1, 2, 4, 5, 6}; raises `ModelConfigError` naming the part that is not a number or a range."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        try:
-            low, high = int(first), int(last or first)
-        except ValueError:
-            raise ModelConfigError(
-                f"-M {text}: {part!r} is not a number or a range", "write for example -M 1,2,4-8"
-            ) from None
-        if not 1 <= low <= high <= 16:
-            raise ModelConfigError(f"-M {text}: {part!r} is outside 1 to 16", "write for example -M 1,2,4-8")
-        found |= set(range(low, high + 1))
-    return found
 
 
 def find_cells(path: Path | None, models: list[str], key: object) -> list[tuple[Plan, Cell]]:

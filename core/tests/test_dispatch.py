@@ -246,7 +246,7 @@ def test_residual(h200: DeviceKey, kernel: StandIn, monkeypatch: pytest.MonkeyPa
 
 def test_fp32_output(h200: DeviceKey, kernel: StandIn) -> None:
     _activate(h200, cell(N, K, 2, output=DType.FP32), warm=False)
-    warmup.warm("test", [(N, K, DType.BF16)], outputs=(DType.FP32,))
+    warmup.warm("test", [(N, K, DType.BF16)])
     x, w = _randn(2, K), _randn(N, K)
     assert_bit_equal(dispatch.linear(x, w, "test", out_dtype=torch.float32), _exact(x, w, dtype=torch.float32))
     assert _outcomes() == {"kernel:stand_in": 1}
@@ -257,7 +257,7 @@ def test_an_output_dtype_without_a_name_never_meets_a_kernel(
     h200: DeviceKey, kernel: StandIn, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _activate(h200, cell(N, K, 2, output=DType.FP32), warm=False)
-    warmup.warm("test", [(N, K, DType.BF16)], outputs=(DType.FP32,))
+    warmup.warm("test", [(N, K, DType.BF16)])
     monkeypatch.setattr(dispatch, "original", lambda *_: "original")
     assert dispatch.linear(_randn(2, K), _randn(N, K), "test", out_dtype=dtype) == "original"
     assert _outcomes() == {"fallback:dtype": 1}

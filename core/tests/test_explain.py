@@ -80,7 +80,7 @@ def test_reasons(package: ModelPackage) -> None:
     assert near["qkv", 1] == "other_device"
     assert near["qkv", 3] == "off_table"
     assert {line.reason for line in _explain(package, None).lines} == {"not_cuda"}
-    assert {line.reason for line in _explain(package, "b200").lines} == {"off_table"}
+    assert {line.reason for line in _explain(package, "b200").lines} == {"other_device", "off_table"}
     assert {line.reason for line in _explain(package, tp=2).lines if line.projection == "lm_head"} == {"off_table"}
 
 

@@ -121,6 +121,7 @@ def test_the_text_below_is_valid() -> None:
         ("chunks = 4", "chunks = 8", "a", errors.ConfigRefusedError, "chunks = 8: K = 4096 has only 4"),
         ("chunks = 4", "chunks = 8", "b", errors.ConfigRefusedError, "cell b"),
         ("bf16_simt", "bf16_smit", "a", errors.ConfigRefusedError, "unknown kernel 'bf16_smit'"),
+        ("p50 = 9.2", "p50 = 8.9", "a", errors.EvidenceError, "candidate: p20 9.1, p50 8.9, p80 9.4"),
         ("p20 = 9.1", "p20 = -9.1", "a", errors.NegativeTimeError, "candidate.p20 is -9.1"),
         ("p50 = 11.2", "p50 = 0", "a", errors.NegativeTimeError, "baseline.p50 is 0.0"),
         ("p80 = 8.4", "p80 = nan", "a", errors.NegativeTimeError, "candidate_hot.p80 is nan"),
@@ -242,7 +243,7 @@ def test_dump_seals_and_load_returns_the_same(tmp_path: Path) -> None:
 
 
 TIMES = st.floats(1e-3, 1e6)
-QUANTILES = st.builds(plan.Quantiles, TIMES, TIMES, TIMES)
+QUANTILES = st.tuples(TIMES, TIMES, TIMES).map(lambda times: plan.Quantiles(*sorted(times)))
 TEXTS = st.text(max_size=30)
 EVIDENCE = st.builds(
     plan.Evidence, candidate=QUANTILES, baseline=QUANTILES, baseline_name=TEXTS, candidate_hot=QUANTILES,

@@ -69,7 +69,9 @@ def test_other_device_or_off_table(kernel: StandIn) -> None:
     built = _table(("h200", (cell(64, 64, 1), cell(64, 64, 2, "reported"), cell(64, 64, 4, "refused"))))
     assert _reason(built, H200) is None
     assert _reason(built, H100) is Reason.OTHER_DEVICE
-    assert _reason(built, B200) is Reason.OFF_TABLE, "another capability is not even offered"
+    assert _reason(built, B200) is Reason.OTHER_DEVICE, (
+        "another capability: never offered, but the reason is the device"
+    )
     assert _reason(built, H200, m=3) is Reason.OFF_TABLE
     assert _reason(built, H100, m=3) is Reason.OFF_TABLE
     assert _reason(built, H200, m=2) is Reason.REPORTED
@@ -82,7 +84,7 @@ def test_other_device_or_off_table(kernel: StandIn) -> None:
 def test_opting_in(kernel: StandIn) -> None:
     built = _table(("h200", (cell(64, 64, 1), cell(64, 64, 2, "reported"))))
     assert _reason(built, H100, env.Settings(neighbour=True)) is None
-    assert _reason(built, B200, env.Settings(neighbour=True)) is Reason.OFF_TABLE
+    assert _reason(built, B200, env.Settings(neighbour=True)) is Reason.OTHER_DEVICE
     assert _reason(built, H100, env.Settings(neighbour=True), m=2) is Reason.REPORTED
     assert _reason(built, H100, env.Settings(neighbour=True, reported=True), m=2) is None
     assert _reason(built, H200, env.Settings(reported=True), m=2) is None

@@ -40,19 +40,22 @@ _counts: dict[CounterKey, list[int]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A family that may dispatch. wins: cells that can run on `device`. notes: what was left out, what is offered."""
+    """A family that may dispatch. wins: cells that can run on `device`. switches: what SKINNY says about which cells
+    may
+    run. notes: what was left out, what is offered."""
 
     family: str
     device: DeviceKey | None
     plans: tuple[tuple[str, str], ...]
     wins: int
     static_weights: bool
+    switches: tuple[bool, ...]
     notes: tuple[str, ...]
 
     @property
     def digest(self) -> str:
-        """Digest of the plan data in use, equal on ranks that would choose alike."""
-        text = repr((self.family, self.device, sorted(digest for _, digest in self.plans)))
+        """Digest of the plan data and settings in use, equal on ranks that would choose alike."""
+        text = repr((self.family, self.device, self.switches, sorted(digest for _, digest in self.plans)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def summary(self) -> str:
@@ -154,9 +157,8 @@ def activate_cells(family: str, key: DeviceKey, cells: tuple[Cell, ...], *, stat
     with _lock:
         state = _families.get(family) or _Family(family, None, env.settings(), ())
         state.static_weights = static_weights
-        state.table = table.Table(
-            family, (table.Source(Path("<memory>"), "memory", found), *state.table.sources), state.table.notes
-        )
+        files = tuple(source for source in state.table.sources if source.origin != "memory")
+        state.table = table.Table(family, (table.Source(Path("<memory>"), "memory", found), *files), state.table.notes)
         state.launchers, state.errors = {}, {}
         _families[family] = state
         _forget_rows(family)
@@ -347,7 +349,21 @@ def _make_row(key: RowKey) -> _Row | None:
         slots = tuple(_make_slot(state, family, problem, m, index, half) for m in range(M_ABOVE + 1))
         row = _Row(slots, problem, bool(state and state.static_weights))
         _rows[key] = row
+    if state is not None:
+        _log_row(family, row)
     return row
+
+
+def _log_row(family: str, row: _Row) -> None:
+    """Once per weight shape: at which M a kernel runs, and why the others do not."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    by_outcome: dict[str, list[str]] = {}
+    for m, slot in enumerate(row.slots):
+        outcome = "kernel" if slot.reason is None else slot.reason.value
+        by_outcome.setdefault(outcome, []).append(f">{MAX_M}" if m == M_ABOVE else str(m))
+    said = "; ".join(f"{outcome} at M = {','.join(ms)}" for outcome, ms in by_outcome.items())
+    log.info("skinny: %s %s: %s", family, row.problem, said)
 
 
 def _make_slot(state: _Family | None, family: str, problem: Problem, m: int, index: int, half: bool) -> _Slot:
@@ -412,7 +428,9 @@ def _describe(state: _Family, key: DeviceKey | None) -> Activation:
     offered = table.offer(state.table, key)
     notes = state.notes + ((offered,) if offered and not state.settings.neighbour else ())
     plans = tuple((str(s.path), s.plan.seal()) for s in used)
-    return Activation(state.name, key, plans, wins, state.static_weights, notes)
+    s = state.settings
+    switches = (s.enabled, s.neighbour, s.reported, s.batch_invariant)
+    return Activation(state.name, key, plans, wins, state.static_weights, switches, notes)
 
 
 def family_state(family: str) -> _Family | None:

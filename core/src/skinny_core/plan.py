@@ -287,6 +287,13 @@ def _check_times(plan: Plan, text: str, file: str) -> None:
                     f"cell {cell.id}: {name} is {time} us", "a measured time is positive: measure again",
                     file=file, line=_cell_line(text, i, "evidence", name.partition(".")[0]),
                 )  # fmt: skip
+        for name in ("candidate", "baseline", "candidate_hot", "baseline_hot"):
+            q = getattr(cell.evidence, name)
+            if q is not None and not q.p20 <= q.p50 <= q.p80:
+                raise EvidenceError(
+                    f"cell {cell.id}: {name}: p20 {q.p20}, p50 {q.p50}, p80 {q.p80}", "percentiles ascend: measure again",
+                    file=file, line=_cell_line(text, i, "evidence", name),
+                )  # fmt: skip
         for name in ("rel_rmse", "in_model_us"):
             value = getattr(cell.evidence, name)
             if value is not None and (not math.isfinite(value) or (name == "rel_rmse" and value < 0)):

@@ -58,12 +58,13 @@ class Table:
                 self._index.setdefault(key, []).append(Lookup(cell, source.plan, False))
 
     def lookup(self, problem: Problem, m: int, key: DeviceKey | None) -> Lookup | None:
-        """The first cell measured on `key`; else one of another device of the same capability; else None."""
+        """The first cell measured on `key`; else one of another device, nearest capability first; else None."""
         found = self._index.get((replace(problem, device=None), m), ())
         for candidate in found:
             if key is not None and candidate.plan.key == key:
                 return replace(candidate, exact=True)
-        return next((c for c in found if key is None or c.plan.key.capability == key.capability), None)
+        near = [c for c in found if key is not None and c.plan.key.capability == key.capability]
+        return next(iter((*near, *found)), None)
 
     def shapes(self) -> set[tuple[int, int]]:
         """All (N, K) with a cell."""

@@ -6,6 +6,7 @@ Missing machine code is made by worker processes in parallel; they see no GPU an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -40,12 +41,11 @@ def warm(
     ms: Iterable[int] = range(1, MAX_M + 1),
     *,
     index: int | None = None,
-    outputs: Iterable[DType | None] = (None,),
     workers: int | None = None,
 ) -> list[str]:
     """Make every cell of `problems` that would run on CUDA device `index` (default: the current one) ready to launch.
 
-    problems: (N, K, dtype) of weights. outputs: output dtypes, None for the weight's own. workers: processes for
+    problems: (N, K, dtype) of weights; cells of every output dtype and epilogue count. workers: processes for
     missing machine code (default: one per core, at most 8; 0 for none). Returns the names of what had to be compiled,
     [] when everything came from memory or disk. A kernel that cannot be compiled is noted (reason
     `kernel_unavailable`), not raised. Raises `CompileForbiddenError` during graph capture.
@@ -56,7 +56,7 @@ def warm(
     if torch.cuda.is_current_stream_capturing():
         raise CompileForbiddenError("warm-up during graph capture", "call warm() before the capture")
     index = torch.cuda.current_device() if index is None else index
-    jobs = _jobs(state, problems, tuple(ms), tuple(outputs), index)
+    jobs = _jobs(state, problems, tuple(ms), index)
     key = device.current_key(index)
     if not jobs or key is None:
         return []
@@ -82,22 +82,15 @@ def _jobs(
     state: Any,
     problems: Iterable[tuple[int, int, DType]],
     ms: tuple[int, ...],
-    outputs: tuple[DType | None, ...],
     index: int,
 ) -> list[_Job]:
     jobs = []
     for n, k, dtype in dict.fromkeys(problems):
         if dtype not in (DType.BF16, DType.FP16):
             continue
-        for output in outputs:
-            problem = Problem(
-                n=n,
-                k=k,
-                weight=WeightScheme(dtype.value),
-                activation=dtype,
-                output=output or dtype,
-                epilogue=Epilogue.NONE,
-            )
+        for output, epilogue in itertools.product(dict.fromkeys((dtype, DType.FP32)), Epilogue):
+            scheme = WeightScheme(dtype.value)
+            problem = Problem(n=n, k=k, weight=scheme, activation=dtype, output=output, epilogue=epilogue)
             for m in ms:
                 found, verdict = state.choose(problem, m, index)
                 if found is not None and verdict.reason in (rules.Reason.NOT_WARM, rules.Reason.KERNEL_UNAVAILABLE):

@@ -115,6 +115,10 @@ class Spec:
         return self.k // (self.config.threads * VECTOR) - self.full_stages * self.chunks
 
 
+LOOP_REGISTERS = 24
+"""Addresses and counters of the persistent loop, read off its SASS for sm_90a."""
+
+
 def fragment_registers(config: SimtConfig, k: int, m: int) -> int:
     """32-bit registers of the weight and activation fragments of one thread."""
     chunks = min(-(-k // (config.threads * VECTOR)), config.chunks)
@@ -143,9 +147,12 @@ def refuses(config: SimtConfig, problem: Problem, m: int) -> str | None:
     used = fragment_registers(config, problem.k, m)
     if used > MAX_FRAGMENT:
         return f"{used} fragment registers: at most {MAX_FRAGMENT}"
+    row_chunks = -(-problem.k // (config.threads * VECTOR))
+    if config.blocks_per_sm:
+        # The activation stays widened to FP32 across groups: 8 registers a piece instead of 4, and the loop's own.
+        used += 4 * min(row_chunks, config.chunks) * m + LOOP_REGISTERS
     if used + m * config.rows >= (limit := SM_REGISTERS // config.threads // 8 * 8):
         return f"{used} fragment and {m * config.rows} sum registers: {config.threads} threads have {limit} each"
-    row_chunks = -(-problem.k // (config.threads * VECTOR))
     if config.blocks_per_sm and row_chunks > config.chunks:
         return f"a persistent grid needs a whole row in registers: {row_chunks} chunks, config has {config.chunks}"
     if config.blocks_per_sm * config.threads > 2048:

@@ -291,7 +291,7 @@ def _check_times(plan: Plan, text: str, file: str) -> None:
             q = getattr(cell.evidence, name)
             if q is not None and not q.p20 <= q.p50 <= q.p80:
                 raise EvidenceError(
-                    f"cell {cell.id}: {name}: p20 {q.p20}, p50 {q.p50}, p80 {q.p80}", "percentiles ascend: measure again",
+                    f"cell {cell.id}: {name}: p20 {q.p20}, p50 {q.p50}, p80 {q.p80}", "percentiles ascend; measure",
                     file=file, line=_cell_line(text, i, "evidence", name),
                 )  # fmt: skip
         for name in ("rel_rmse", "in_model_us"):

@@ -124,9 +124,9 @@ def drive(arguments: argparse.Namespace, folder: Path) -> None:
     found: list[rows.Row] = []
     raw: list[dict[str, Any]] = []
     begun = time.monotonic()
-    # off, on, on, off: a drift of the machine does not favour an arm.
+    # on, off, off, on: a drift of the machine does not favour an arm.
     arms = [
-        arm for run in range(arguments.runs) for arm in (("stock", rows.OURS) if run % 2 == 0 else (rows.OURS, "stock"))
+        arm for run in range(arguments.runs) for arm in ((rows.OURS, "stock") if run % 2 == 0 else ("stock", rows.OURS))
     ]
     for number, name in enumerate(arms):
         spent = time.monotonic() - begun

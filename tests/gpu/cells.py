@@ -9,7 +9,6 @@ from skinny_core.device import DeviceKey
 from skinny_core.problem import DType, WeightScheme
 
 FAMILY = "test"
-CONFIG = {"threads": 64, "rows": 2, "chunks": 2}
 
 
 def made_up(n: int, k: int, m: int, *, config: dict[str, int] | None = None, dtype: DType = DType.BF16) -> plan.Cell:
@@ -25,7 +24,8 @@ def made_up(n: int, k: int, m: int, *, config: dict[str, int] | None = None, dty
         output=dtype,
         status="win",
         kernel="bf16_simt",
-        config=config or CONFIG,
+        # 64 threads cover 512 elements of K; a config with more chunks than K has is refused.
+        config=config or {"threads": 64, "rows": 2, "chunks": min(2, -(-k // 512))},
         evidence=plan.Evidence(candidate=filler, baseline=filler, baseline_name="filler"),
     )
 

@@ -329,7 +329,9 @@ def _allowed(x: torch.Tensor, w: torch.Tensor) -> bool:
     return rules.decide(Problem(n=N, k=K), facts).ok
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     lead=st.lists(st.integers(1, 4), max_size=2), pads=st.tuples(*[st.sampled_from([0, 0, 0, 1, 4, 8, 64])] * 3),
     step=st.sampled_from([1, 1, 1, 2]), offsets=st.tuples(*[st.sampled_from([0, 0, 0, 1, 4, 8])] * 2),

@@ -267,7 +267,9 @@ PLANS = st.builds(
     environment=st.builds(plan.Environment, gpu=TEXTS, command=TEXTS, date=TEXTS),
     cell=st.lists(CELLS, max_size=3, unique_by=(lambda c: c.id, lambda c: (c.problem(None), c.m))).map(tuple),
 )  # fmt: skip
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @QUICK

@@ -433,6 +433,12 @@ def _describe(state: _Family, key: DeviceKey | None) -> Activation:
     return Activation(state.name, key, plans, wins, state.static_weights, switches, notes)
 
 
+def ready(family: str) -> frozenset[tuple[int, Problem, int]]:
+    """(CUDA device index, Problem, M) of every cell of a family whose kernel is compiled and can be launched."""
+    state = _families.get(family)
+    return frozenset(state.launchers) if state else frozenset()
+
+
 def family_state(family: str) -> _Family | None:
     """The state of an active family, for the warm-up."""
     return _families.get(family)

@@ -69,8 +69,8 @@ def test_a_plan_that_is_not_there_is_shown(skinny: Skinny, monkeypatch: pytest.M
 
 
 def test_a_broken_dsl_shows_the_original_error(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = SimpleNamespace(availability=lambda: (False, "ImportError: libfoo.so.9: cannot open"))
-    monkeypatch.setattr(kernels, "get", lambda stem: broken)
+    kernel = type(kernels.get("bf16_simt"))
+    monkeypatch.setattr(kernel, "availability", lambda self: (False, "ImportError: libfoo.so.9: cannot open"))
     assert "libfoo.so.9: cannot open" in skinny("doctor").output
 
 

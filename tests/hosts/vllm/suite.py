@@ -6,6 +6,7 @@ vLLM cache folder, and the compiled ones run in the order off, on, on with an ed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def test_off_leaves_everything_alone(compiled: dict[str, dict[str, Any]]) -> Non
         engine = compiled[arm]["engine"]
         assert engine["status"]["state"] == "disabled"
         assert (engine["calls"], engine["key"]) == ([], {})
-        assert "skinny-" not in compiled[arm]["log"]
+        assert not re.search(r"skinny-\w+ \d", compiled[arm]["log"]), "the one line of an installation"
 
 
 def test_arms_never_share_a_graph_in_either_order(compiled: dict[str, dict[str, Any]]) -> None:

@@ -86,8 +86,7 @@ class Installation:
     def summary(self, compiled: int = 0) -> str:
         """Package, device, number of active cells, how to switch it off."""
         wanted = {(n, k) for n, k, _ in self.problems()}
-        state = dispatch.family_state(self.package.name)
-        cells = [problem for _, problem, _ in (state.launchers if state else ()) if (problem.n, problem.k) in wanted]
+        cells = [p for _, p, _ in dispatch.ready(self.package.name) if (p.n, p.k) in wanted]
         where = str(self.key) if self.key else f"{current_platform.device_type} (no kernels here)"
         built = f", {compiled} kernels compiled now" if compiled else ""
         return (

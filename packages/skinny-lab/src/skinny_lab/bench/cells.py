@@ -74,7 +74,10 @@ def _measure(
     }
     errors = tuning.check(arena, problem, cell.m, runs)
     if not errors[OURS] <= tuning.TOLERANCE[problem.output.torch]:
-        raise RuntimeError(f"cell {cell.id}: rel-RMSE {errors[OURS]:.2e}; its speed means nothing")
+        raise tuning.NumericsError(
+            f"cell {cell.id}: rel-RMSE {errors[OURS]:.2e}, so that its speed means nothing",
+            "switch it off (SKINNY=off) and report it with the output of `skinny doctor`",
+        )
     out = problem.output.torch
     for name, times in race.race(arena, cell.m, runs, rounds=rounds, out=out).items():
         yield _row(cell, name, "cold", times, environment)

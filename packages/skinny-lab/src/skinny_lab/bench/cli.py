@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from skinny_core import env, family, table
-from skinny_core.errors import ModelConfigError, SkinnyError, UnknownDeviceError
+from skinny_core import device, env, family, table
+from skinny_core.device import DeviceKey
+from skinny_core.errors import KernelUnavailableError, SkinnyError
 from skinny_core.plan import Cell, Plan, load
 from skinny_lab.bench.rows import OURS, Row
-from skinny_lab.explain.target import find_rows
+from skinny_lab.explain.target import RequestError, find_rows
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -39,17 +40,17 @@ def bench(
     Weights are rotated through more than three times the L2, every call is a CUDA-graph replay behind a small
     elementwise kernel whose time is subtracted. Median of 15 rounds; nothing is printed for a cell with wrong results.
     """
-    from skinny_core import device
     from skinny_lab.bench import cells as measured
     from skinny_lab.bench.peers import peer_maker
 
     console = Console()
     wanted = find_rows(rows)
-    chosen = [(p, c) for p, c in find_cells(plan, models or [], device.current_key()) if c.m in wanted]
+    key = device.current_key()
+    if key is None:
+        raise KernelUnavailableError("measuring needs a CUDA device", "run on the machine the plan is for")
+    chosen = [(p, c) for p, c in find_cells(plan, models or [], key) if c.m in wanted]
     if not chosen:
-        raise UnknownDeviceError(
-            "no planned cell for this device, these models and M", "see `skinny doctor` for plans found"
-        )
+        raise RequestError("no planned cell for this device, these models and M", "see `skinny doctor` for plans found")
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(chosen))
 
@@ -65,10 +66,13 @@ def bench(
         console.print(f"{len(result)} rows in {out}")
 
 
-def find_cells(path: Path | None, models: list[str], key: object) -> list[tuple[Plan, Cell]]:
+def find_cells(path: Path | None, models: list[str], key: DeviceKey) -> list[tuple[Plan, Cell]]:
     """Cells of a file, or of every plan measured on device `key`, restricted to those some named config uses."""
     if path is not None:
-        plans = [load(path)]
+        try:
+            plans = [load(path)]
+        except OSError as error:
+            raise RequestError(f"{path}: {error.strerror}", "give the path of a plan file") from None
     else:
         packages = family.discover().packages
         tables = [table.build(p.name, p, env.settings()) for p in packages]
@@ -79,7 +83,7 @@ def find_cells(path: Path | None, models: list[str], key: object) -> list[tuple[
     known = {name for p in family.discover().packages for name in p.configs}
     for model in models:
         if model not in known:
-            raise ModelConfigError(f"unknown model {model!r}", f"use one of: {', '.join(sorted(known))}")
+            raise RequestError(f"unknown model {model!r}", f"use one of: {', '.join(sorted(known))}")
     return [(p, c) for p, c in used if any(user.split("/")[0] in models for user in c.used_by)]
 
 

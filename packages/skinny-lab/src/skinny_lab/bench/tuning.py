@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from skinny_core import device, kernels
+from skinny_core.errors import SkinnyError
 from skinny_core.kernels import Kernel
 from skinny_core.plan import Cell, Evidence, Quantiles
 from skinny_core.problem import DType, KernelConfig, Problem, WeightScheme
@@ -24,6 +25,10 @@ HOT_GAIN = 1.03
 HOT_GAIN_FROM_M3 = 1.0
 FINALISTS = 4
 SHORT_ROUNDS, LONG_ROUNDS = 3, 15
+
+
+class NumericsError(SkinnyError, RuntimeError):
+    """Results are wrong, so that a time would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ def measure(
 ) -> Measured:
     """Race every candidate (or just `configs`) of the named kernels with cuBLAS and the peers at M = m.
 
-    Raises RuntimeError where no candidate gives right results.
+    Raises `NumericsError` where no candidate gives right results.
     """
     before = gpu().sm_mhz
     if configs is None:
@@ -75,7 +80,10 @@ def measure(
     errors = check(arena, problem, m, runs)
     right = {name: run for name, run in runs.items() if errors[name] <= TOLERANCE[problem.output.torch]}
     if not right:
-        raise RuntimeError(f"{problem} M={m}: no candidate passes the numerics gate ({len(runs)} tried)")
+        raise NumericsError(
+            f"{problem} at M = {m}: none of {len(runs)} candidates passes the numerics gate",
+            "run `python3 -m tests.gpu.run --arch sm90`: a kernel, the driver or the DSL is broken here",
+        )
     rivals = {contestants.BASELINE: contestants.cublas(), **(dict(peers(problem, m)) if peers else {})}
     short = race.race(arena, m, {**right, **rivals}, rounds=SHORT_ROUNDS) if len(right) > FINALISTS else None
     finalists = sorted(right, key=lambda name: short[name].p50)[:FINALISTS] if short else list(right)

@@ -1,0 +1,166 @@
+"""The measuring pipeline without a GPU: everything but the clock. Races return made-up times, the rest is real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import Result
+
+from skinny_core import device, family, plan
+from skinny_core.problem import KernelConfig
+from skinny_lab.bench import cells, contestants, decode_step, machine, model_plan, race, rows, tuning
+
+Skinny = Callable[..., Result]
+H200 = device.product("h200")
+PACKAGE = next(p for p in family.discover().packages if p.name == "qwen3")
+
+
+class Arena:
+    """Stands for weights that nobody multiplies."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype, l2_bytes: int) -> None:
+        assert l2_bytes == H200.l2_bytes
+        self.n, self.k, self.dtype = n, k, dtype
+
+
+@pytest.fixture
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Patch the GPU out. The dict gives microseconds by contestant; others take 9 us cold and 5 hot."""
+    speeds: dict[str, float] = {"cublas": 10.0, "peer": 8.0}
+
+    def timed(
+        arena: Arena, m: int, runs: Mapping[str, object], *, rounds: int, hot: bool = False, out: object = None
+    ) -> dict[str, race.Times]:
+        default = 5.0 if hot else 9.0
+        times = {name: speeds.get(name, default) for name in runs}
+        return {name: race.Times(t - 0.1, t, t + 0.1, rounds) for name, t in times.items()}
+
+    monkeypatch.setattr(device, "current_key", lambda index=None: H200)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(machine, "gpu", lambda index=0: machine.Gpu(1980, 3201, "580.1", 0))
+    monkeypatch.setattr(race, "Arena", Arena)
+    monkeypatch.setattr(race, "race", timed)
+    monkeypatch.setattr(contestants, "ours", lambda *args, **options: None)
+    monkeypatch.setattr(tuning, "prepare_all", lambda problems: len(list(problems)))
+    monkeypatch.setattr(tuning, "check", lambda arena, problem, m, runs: dict.fromkeys(runs, 1.66e-3))
+    return speeds
+
+
+def _peers(problem: object, m: int) -> dict[str, race.Run]:
+    return {"peer": contestants.cublas()}
+
+
+def test_a_plan_from_races(no_clock: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Step:
+        scale = decode_step.DecodeStep.scale
+
+        def __init__(self, config: Mapping[str, object], projections: object, m: int) -> None:
+            self.size = decode_step.Dimensions.of(config)
+
+        def compare(self, arms: Mapping[str, object], *, rounds: int) -> dict[str, float]:
+            slower = {"down": 0.5, "original": 0.0}
+            return {name: 100.0 + slower.get(name, -1.0) for name in arms}
+
+    monkeypatch.setattr(decode_step, "DecodeStep", Step)
+    said: list[str] = []
+    found = model_plan.tune_models(
+        PACKAGE, ["qwen3-8b"], (1, 4), peers=_peers, progress=said.append, commit="abc"
+    )  # fmt: skip
+    model_plan.save(found, tmp_path / "h200.toml")
+    loaded = plan.load(tmp_path / "h200.toml")
+    assert loaded.digest == loaded.seal()
+    assert loaded.environment.commit == "abc"
+    by_id = {cell.id: cell for cell in loaded.cells}
+    assert len(by_id) == 10
+    assert {i for i, cell in by_id.items() if cell.status == "refused"} == {"qwen3-8b/down/M4"}
+    down = by_id["qwen3-8b/down/M4"]
+    assert down.evidence.in_model_us == pytest.approx(0.5 * 36 / decode_step.LAYERS)
+    assert "decode step is 4.5 us slower" in down.why
+    assert by_id["qwen3-8b/lm_head/M4"].evidence.in_model_us == -1.0
+    assert by_id["qwen3-8b/o/M1"].evidence.peer_ahead == "peer"
+    assert by_id["qwen3-8b/o/M1"].used_by == ("qwen3-8b/o",)
+    assert len(said) == 1 + 10 + 5
+
+
+def test_wrong_results_never_get_a_time(no_clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "check", lambda arena, problem, m, runs: dict.fromkeys(runs, 1.0e-2))
+    with pytest.raises(tuning.NumericsError, match="numerics gate"):
+        tuning.measure(race.Arena(64, 64, torch.bfloat16, H200.l2_bytes), tuning.problem_of(64, 512), 1)
+    shipped = [(p, c) for p, c in _shipped() if c.id == "qwen3-8b/o/M1"]
+    with pytest.raises(tuning.NumericsError, match=r"qwen3-8b/o/M1.*speed means nothing"):
+        cells.run(shipped)
+
+
+def _shipped() -> list[tuple[plan.Plan, plan.Cell]]:
+    plans = [plan.load(path) for path in PACKAGE.plan_files()]
+    return [(p, c) for p in plans for c in p.cells]
+
+
+def test_the_command(no_clock: dict[str, float], skinny: Skinny, tmp_path: Path) -> None:
+    result = skinny("bench", "qwen3-8b", "-M", "1,2", "--out", str(tmp_path / "rows.csv"))
+    assert result.exit_code == 0, result.output
+    found = rows.read_csv(tmp_path / "rows.csv")
+    assert {(r.provider, r.state) for r in found} >= {("skinny", "cold"), ("skinny", "hot"), ("cublas", "cold")}
+    assert {r.m for r in found} == {1, 2}
+    assert all(r.what.startswith("qwen3-8b/") for r in found)
+    assert rows.summarise(found)["vs_cublas"] == {
+        "1": pytest.approx(10 / 9, abs=1e-4),
+        "2": pytest.approx(10 / 9, abs=1e-4),
+    }
+    assert "1.111" in result.output
+    assert "2.000" in result.output  # hot
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("qwen9",), "unknown model 'qwen9'"),
+        (("-M", "0"), "rows go from 1"),
+        (("-M", "7"), "no planned cell"),
+        (("--plan", "gone.toml"), "gone.toml"),
+    ],
+)
+def test_bad_requests_are_two_lines(
+    no_clock: dict[str, float], skinny: Skinny, arguments: tuple[str, ...], says: str
+) -> None:
+    result = skinny("bench", *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_without_a_gpu_the_command_says_so(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current_key", lambda index=None: None)
+    for arguments in ((), ("--plan", str(PACKAGE.plan_files()[0]))):
+        result = skinny("bench", *arguments)
+        assert result.exit_code == 2
+        assert "CUDA device" in result.stderr
+
+
+def test_rows_survive_a_round_trip_and_bad_ones_are_named(tmp_path: Path) -> None:
+    first = cells.planned_rows(plan.load(PACKAGE.plan_files()[0]))
+    rows.write_csv(tmp_path / "a.csv", first)
+    assert rows.read_csv(tmp_path / "a.csv") == first
+    text = (tmp_path / "a.csv").read_text().splitlines()
+    text[3] = text[3].replace(",15,", ",many,")
+    (tmp_path / "b.csv").write_text("\n".join(text))
+    with pytest.raises(ValueError, match=r"b\.csv:4: column rounds: 'many'"):
+        rows.read_csv(tmp_path / "b.csv")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_decode_step_reads_the_config() -> None:
+    size = decode_step.Dimensions.of(PACKAGE.configs["qwen3-4b"])
+    assert (size.hidden, size.heads, size.kv_heads, size.head_dim, size.layers) == (2560, 32, 8, 128, 36)
+
+
+def test_a_quick_plan_has_no_cell_that_would_need_a_model(no_clock: dict[str, float]) -> None:
+    found = model_plan.quick_plan([(576, 576), (1536, 576)], (1, 2))
+    assert [(c.n, c.k, c.m) for c in found.cells] == [(576, 576, 1), (576, 576, 2), (1536, 576, 1), (1536, 576, 2)]
+    assert all(isinstance(c.kernel_config, KernelConfig) for c in found.cells)
+    with pytest.raises(ValueError, match="M = 4"):
+        model_plan.quick_plan([(576, 576)], (4,))

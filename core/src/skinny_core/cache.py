@@ -32,9 +32,7 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 @dataclass(slots=True)
 class Counts:
-    """What this process did: kernels compiled, loaded from disk, entries set aside, entries that could not be
-    stored.
-    """
+    """What this process did: kernels compiled, loaded from disk, entries set aside, entries that could not be stored."""
 
     compiled: int = 0
     loaded: int = 0

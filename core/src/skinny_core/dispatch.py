@@ -41,8 +41,7 @@ _counts: dict[CounterKey, list[int]] = {}
 @dataclass(frozen=True, slots=True)
 class Activation:
     """A family that may dispatch. wins: cells that can run on `device`. switches: what SKINNY says about which cells
-    may
-    run. notes: what was left out, what is offered."""
+    may run. notes: what was left out, what is offered."""
 
     family: str
     device: DeviceKey | None
@@ -189,8 +188,7 @@ def eligibility_digest(package: ModelPackage | None, family: str = "") -> str:
 
 def counters() -> dict[CounterKey, int]:
     """Calls so far by (family, N, K, M, outcome); outcome is "kernel:<stem>" or "fallback:<reason>"; M above MAX_M
-    counts
-    as `M_ABOVE`."""
+    counts as `M_ABOVE`."""
     return {key: count[0] for key, count in list(_counts.items()) if count[0]}  # other threads may be adding keys
 
 

@@ -55,8 +55,7 @@ class Explanation:
 
     def saving_us(self, m: int) -> float:
         """Predicted saving of one decode step at M = m in microseconds, in a host that fuses QKV and gate/up: the sum
-        over
-        all calls."""
+        over all calls."""
         return sum(line.saving_us for line in self.lines if line.m == m and not line.part_of)
 
     def to_json(self) -> str:

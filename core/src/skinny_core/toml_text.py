@@ -36,8 +36,7 @@ def line_of(text: str, path: tuple[PathItem, ...]) -> int:
 
 def render(data: dict[str, Any], header: str = "") -> str:
     """TOML text of a mapping: scalars first, then tables, then arrays of tables. Tables below an array's items are
-    inline
-    unless they hold tables themselves."""
+    inline unless they hold tables themselves."""
     lines = [f"# {header}"] if header else []
     _table(data, (), lines)
     return "\n".join(lines).strip() + "\n"

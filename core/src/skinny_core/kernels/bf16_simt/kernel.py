@@ -102,8 +102,8 @@ def _load(
     """frag[:, c, r] = 8 elements of row r at element `first + c * step`.
 
     `full`: how many of the chunks lie inside K for every thread; a later one is read only where this thread's piece
-    lies before `left` (elements from the row's start to K), else zero. K % 8 == 0, so a piece is inside or outside as a
-    whole.
+    lies before `left` (elements from the row's start to K), else zero. K % 8 == 0, so a piece is inside or outside as
+    a whole.
     """
     for c in cutlass.range_constexpr(chunks):
         at = first + c * step
@@ -273,9 +273,7 @@ def bf16_simt(
     stream: CUstream,
     spec: cutlass.Constexpr,
 ):
-    """Launch on `stream`. Pointers are addresses, strides are in elements between rows; `grid_cap` limits the
-    blocks.
-    """
+    """Launch on `stream`. Pointers are addresses, strides are in elements between rows; `grid_cap` limits the blocks."""
     dtype, output = DTYPES[spec.dtype], DTYPES[spec.output]
     groups = cute.ceil_div(n, spec.config.rows)
     grid = cutlass.min(groups, grid_cap) if cutlass.const_expr(spec.config.blocks_per_sm > 0) else groups

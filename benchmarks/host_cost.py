@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 from torch.nn.functional import linear as torch_linear
 
 from skinny_core import device, dispatch, op, plan, warmup
 from skinny_core.problem import DType
+from skinny_lab.bench import machine
 
 CALLS, ROUNDS = 400, 15
 N, K = 256, 512
@@ -27,7 +29,10 @@ def main() -> None:
     """Measure and print one line per entry."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", default="", help="commit of the sources, where they are not a checkout")
     arguments = parser.parse_args()
+    if device.current_key() is None:
+        parser.error("needs a CUDA device")
     w = torch.randn(N, K, dtype=torch.bfloat16, device="cuda") * K**-0.5
     x = torch.randn(1, K, dtype=torch.bfloat16, device="cuda")
     wide = torch.randn(17, K, dtype=torch.bfloat16, device="cuda")
@@ -56,7 +61,8 @@ def main() -> None:
         base = medians["F.linear M=1" if "M=1" in name and "M=17" not in name else "F.linear M=17"]
         print(f"{name:30s} {value:7.2f} us  {value - base:+6.2f}")
     if arguments.out:
-        arguments.out.write_text(json.dumps(medians, indent=1) + "\n")
+        where = msgspec.to_builtins(machine.environment(commit=arguments.commit))
+        arguments.out.write_text(json.dumps({"environment": where, "us": medians}, indent=1) + "\n")
 
 
 def _activate_cell() -> None:

@@ -24,7 +24,10 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit of the sources, where they are not a checkout")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    package = next(p for p in family.discover().packages if p.name == arguments.package)
+    package = next((p for p in family.discover().packages if p.name == arguments.package), None)
+    if package is None or not set(arguments.models) <= set(package.configs):
+        known = sorted(package.configs) if package else "no such package"
+        parser.error(f"cannot measure {arguments.models} of {arguments.package}: {known}")
     begun = time.monotonic()
 
     def progress(line: str) -> None:

@@ -58,7 +58,7 @@ def section(summary: dict[str, Any], name: str) -> str:
     lines = [
         f"Measured on one {summary['device']} ({summary['date']}, commit `{summary['commit']}`; rows in {where}):",
         "",
-        "| M | vs cuBLAS | vs best peer | fraction of the memory's limit |",
+        f"| M | vs cuBLAS | vs best peer ({', '.join(summary['peers']) or 'none'}) | fraction of the memory's limit |",
         "|---:|---:|---:|---:|",
     ]
     for m in summary["vs_cublas"]:
@@ -72,14 +72,17 @@ def section(summary: dict[str, Any], name: str) -> str:
         f"Geometric means over all measured shapes, cold L2: {counts['win']} cells run, {counts['refused']} lost and "
         f"are listed as refused. Limit: weight bytes at {summary['limit_tbps']:.2f} TB/s.",
         "",
-        "| model (real vLLM engine) | concurrency | stock, ms per token | with skinny | change |",
-        "|---|---:|---:|---:|---:|",
+        f"Time per output token of a real vLLM engine (commit `{summary['tpot_commit']}`, median of engine steps):",
+        "",
+        "| model | concurrency | stock, ms | with skinny | change | processes per arm |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for model, at in summary["tpot"].items():
         for concurrency, t in at.items():
             change = t["skinny_ms"] / t["stock_ms"] - 1
             lines.append(
                 f"| {model} | {concurrency} | {t['stock_ms']:.3f} | {t['skinny_ms']:.3f} | {100 * change:+.1f} % |"
+                f" {t['runs']} |"
             )
     return "\n".join(lines) + "\n"
 

@@ -2,7 +2,7 @@
 
 `python benchmarks/tpot_vllm.py --out DIR [--model qwen3-8b] [--concurrency 1 2 4 8] [--runs 2]`
 
-Every arm is a process of its own: SKINNY=off, then SKINNY=on, and so on, all with one compile-cache folder, which stays
+Every arm is a process of its own, in the order on, off, off, on, ..., all with one compile-cache folder, which stays
 on: the plug-in's digest has to keep the arms apart. Dummy weights, random prompts of 1024 tokens, greedy, CUDA graphs.
 TPOT is the time between two engine steps while every request decodes.
 """
@@ -107,16 +107,24 @@ def main() -> None:
     if arguments.arm:
         arguments.out.write_text(json.dumps(arm(arguments.arm, arguments.concurrency), indent=1))
         return
+    if arguments.out is None:
+        parser.error("--out is needed")
     with tempfile.TemporaryDirectory() as folder:
         drive(arguments, Path(folder))
 
 
 def drive(arguments: argparse.Namespace, folder: Path) -> None:
     """Alternate SKINNY=off and SKINNY=on processes over one compile cache."""
-    from skinny_core import family
+    from skinny_core import env, family
     from skinny_lab.bench import machine, rows
 
-    package = next(p for p in family.discover().packages if arguments.model in p.configs)
+    packages = family.discover().packages
+    package = next((p for p in packages if arguments.model in p.configs), None)
+    if package is None:
+        known = ", ".join(sorted(name for p in packages for name in p.configs))
+        raise SystemExit(f"unknown model {arguments.model!r}: use one of {known}")
+    if not env.settings().enabled:
+        raise SystemExit("SKINNY=off here would make both arms stock: unset it")
     config = {**package.configs[arguments.model], "architectures": [package.architectures[0]], "dtype": "bfloat16"}
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
@@ -133,7 +141,8 @@ def drive(arguments: argparse.Namespace, folder: Path) -> None:
         if arguments.seconds and number >= 2 and spent + 0.7 * spent / number > arguments.seconds:
             print(f"stopped after {number} of {len(arms)} processes: {spent:.0f} of {arguments.seconds:.0f} s used")
             break
-        result = _process(arguments, folder, name)
+        result = _process(arguments, folder, name, number)
+        _must_be_what_it_says(name, result)
         raw.append({"process": number, "arm": name, **result})
         medians = {c: round(t["p50"], 4) for c, t in result["tpot"].items()}
         print(f"{time.monotonic() - begun:5.0f}s", name, medians, result["active"], flush=True)
@@ -145,7 +154,7 @@ def drive(arguments: argparse.Namespace, folder: Path) -> None:
     _print(arguments.model, found)
 
 
-def _process(arguments: argparse.Namespace, folder: Path, name: str) -> dict[str, Any]:
+def _process(arguments: argparse.Namespace, folder: Path, name: str, number: int) -> dict[str, Any]:
     out = folder / "arm.json"
     environment = {
         **os.environ,
@@ -158,7 +167,7 @@ def _process(arguments: argparse.Namespace, folder: Path, name: str) -> dict[str
     command += [str(c) for c in arguments.concurrency]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     log = done.stdout + done.stderr
-    rows_log = arguments.out / f"log-{name}.txt"
+    rows_log = arguments.out / f"log-{number}-{name}.txt"
     rows_log.parent.mkdir(parents=True, exist_ok=True)
     rows_log.write_text(log)
     if done.returncode:
@@ -166,6 +175,17 @@ def _process(arguments: argparse.Namespace, folder: Path, name: str) -> dict[str
     result: dict[str, Any] = json.loads(out.read_text())
     result.setdefault("active", [])
     return result
+
+
+def _must_be_what_it_says(name: str, result: dict[str, Any]) -> None:
+    """A stock arm in which the plug-in is active, or ours without one kernel call, would measure nothing."""
+    from skinny_lab.bench.rows import OURS
+
+    ran = sum(count for key, count in result.get("counters", {}).items() if "/kernel:" in key)
+    if name == OURS and not ran:
+        raise SystemExit("no kernel ran in the arm with skinny: see `skinny doctor` for plans of this device")
+    if name != OURS and result["active"]:
+        raise SystemExit("the plug-in is active in the stock arm")
 
 
 def _row(model: str, concurrency: int, name: str, t: dict[str, float], environment: Any) -> Any:

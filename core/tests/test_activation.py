@@ -79,11 +79,12 @@ def test_a_changed_promise_needs_another_warm_up(h200: DeviceKey, kernel: StandI
 def test_deactivate(h200: DeviceKey, kernel: StandIn, tmp_path: Path) -> None:
     dispatch.activate(_package(tmp_path, cell(N, K, 1)))
     warmup.warm("test", PROBLEMS)
-    dispatch.deactivate("test")
+    state = dispatch.family_state("test")
+    assert state
     dispatch.deactivate("test")
     assert dispatch.active() == {}
     assert _call() == "fallback:disabled"
-    dispatch.install_launchers("test", {})  # a warm-up that ends after the family has gone
+    dispatch.install_launchers(state, {})  # a warm-up that ends after the family has gone
 
 
 def test_off(h200: DeviceKey, kernel: StandIn, tmp_path: Path, skinny: Callable[[str], None]) -> None:

@@ -150,8 +150,10 @@ def test_a_full_disk_costs_a_warning(folder: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         if what == "the manifest":
             patch.setattr(cache.os, "fsync", _refuses)
+        elif what == "the rename":
+            patch.setattr(cache.Path, "replace", _refuses)
         else:
-            patch.setattr(cache.Path, "replace" if what == "the rename" else "touch", _refuses)
+            patch.setattr(cache.tempfile, "mkstemp", _refuses)
         with pytest.warns(RuntimeWarning, match=r"not kept: .*No space left"):
             path = cache.obtain("k", "key", _write)
     assert path.read_bytes() == GOOD

@@ -15,15 +15,18 @@ CAPABILITIES = {"sm90": (9, 0), "sm100": (10, 0)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What happened. `device`: name of a matching GPU or None. Counts are of tests marked for the architecture."""
+    """What happened. `device`: name of a matching GPU or None. Counts are of tests marked for the architecture.
+    cells: those of them that ran a shipped cell. whole: the run was not narrowed by arguments."""
 
     arch: str
     device: str | None
     ran: int = 0
+    cells: int = 0
     failed: int = 0
     exit_code: int = 0
     compiled: int = 0
     shipped: int = 0
+    whole: bool = False
     compile_errors: tuple[str, ...] = ()
 
 
@@ -56,7 +59,10 @@ def judge(facts: Facts, *, allow_skip: bool) -> Result:
         if allow_skip:
             return Result(0, f"{arch}: no GPU test ran on {facts.device}, allowed by --allow-skip")
         return Result(1, f"{arch}: RED - a device is here ({facts.device}) and no GPU test ran on it")
-    return Result(0, f"{arch}: green - {facts.ran} GPU tests passed on {facts.device}")
+    passed = f"{facts.ran} GPU tests passed on {facts.device}"
+    if facts.whole and facts.cells == 0 and not allow_skip:
+        return Result(1, f"{arch}: RED - {passed}, but no shipped cell is planned for it (see --allow-skip)")
+    return Result(0, f"{arch}: green - {passed}, {facts.cells} of them on shipped cells")
 
 
 @dataclass
@@ -65,6 +71,7 @@ class RunCounter:
 
     arch: str
     ran: int = 0
+    cells: int = 0
     failed: int = 0
     marked: set[str] = field(default_factory=set)
 
@@ -81,5 +88,6 @@ class RunCounter:
             return
         if report.when == "call" and not report.skipped:
             self.ran += 1
+            self.cells += "test_cells.py::" in report.nodeid
         if report.failed:
             self.failed += 1

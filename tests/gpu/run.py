@@ -6,12 +6,18 @@ Usage: `python3 -m tests.gpu.run --arch sm90 [--allow-skip] [pytest arguments]`
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from tests import checkout
-from tests.gpu.gate import CAPABILITIES, Facts, RunCounter, judge
+from tests.gpu.gate import CAPABILITIES, Facts, Result, RunCounter, judge
+
+EVERYWHERE = ["tests/gpu", "tests/hosts/transformers/test_on_gpu.py"]
+"""Where GPU tests live; a test checks that no marked file is left out."""
 
 
 def matching_device(arch: str) -> str | None:
@@ -30,8 +36,22 @@ def run_tests(arch: str, device: str, arguments: list[str]) -> Facts:
     counter = RunCounter(arch)
     # Warnings of whatever torch and hosts are on a GPU machine are not this gate's business.
     options = ["-m", arch, "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
-    code = pytest.main([*options, *(arguments or ["tests/gpu"])], plugins=[counter])
-    return Facts(arch=arch, device=device, ran=counter.ran, failed=counter.failed, exit_code=int(code))
+    code = pytest.main([*options, *(arguments or EVERYWHERE)], plugins=[counter])
+    return Facts(
+        arch=arch, device=device, ran=counter.ran, cells=counter.cells, failed=counter.failed, exit_code=int(code),
+        whole=not arguments,
+    )  # fmt: skip
+
+
+def record(facts: Facts, result: Result, path: Path) -> None:
+    """Write what happened as JSON, with the machine: device, driver of torch, versions, date."""
+    import datetime
+
+    import torch
+
+    found = {**asdict(facts), "line": result.line, "code": result.code, "torch": str(torch.__version__)}
+    found["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def compile_all(arch: str) -> Facts:
@@ -53,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--allow-skip", action="store_true", help="no device is fine: cross-compile the shipped cells instead"
     )
+    parser.add_argument("--record", type=Path, help="write the outcome as JSON")
     options, arguments = parser.parse_known_args(argv)
     checkout.activate()
     device = matching_device(options.arch)
@@ -63,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         facts = Facts(arch=options.arch, device=None)
     result = judge(facts, allow_skip=options.allow_skip)
+    if options.record:
+        record(facts, result, options.record)
     print(result.line)
     return result.code
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests import checkout
 from tests.gpu import run
 from tests.gpu.gate import Facts, RunCounter, judge
 
@@ -55,6 +57,11 @@ def test_of_no_architecture(): pass
         ),
         pytest.param(Facts(arch="sm90", device="H200", ran=3, exit_code=2), False, 1, "RED", id="interrupted"),
         pytest.param(Facts(arch="sm90", device="H200", ran=3), False, 0, "3 GPU tests passed on H200", id="green"),
+        pytest.param(
+            Facts(arch="sm90", device="H200", ran=3, cells=2, whole=True), False, 0, "2 of them on shipped", id="cells"
+        ),
+        pytest.param(Facts(arch="sm90", device="H20", ran=3, whole=True), False, 1, "no shipped cell", id="no-cells"),
+        pytest.param(Facts(arch="sm90", device="H20", ran=3, whole=True), True, 0, "3 GPU", id="no-cells-allowed"),
     ],
 )
 def test_judge(facts: Facts, allow_skip: bool, code: int, says: str) -> None:
@@ -96,3 +103,21 @@ def test_session_with_a_device_and_no_test_is_red(
     monkeypatch.setattr(run, "run_tests", lambda arch, device, arguments: Facts(arch=arch, device=device, exit_code=5))
     assert run.main(["--arch", "sm90"]) == 1
     assert "no GPU test ran" in capsys.readouterr().out
+
+
+def test_every_marked_file_is_where_the_gate_looks() -> None:
+    files = [p for p in checkout.ROOT.glob("**/test_*.py") if not any(part.startswith(".") for part in p.parts)]
+    marked = [p for p in files if "pytest.mark.sm90" in p.read_text()]
+    roots = [checkout.ROOT / place for place in run.EVERYWHERE]
+    missed = [p for p in marked if p != Path(__file__) and not any(r == p or r in p.parents for r in roots)]
+    assert len(marked) > 4
+    assert not missed
+
+
+def test_a_record_says_what_ran(tmp_path: Path) -> None:
+    facts = Facts(arch="sm90", device="H200", ran=3, cells=2, whole=True)
+    run.record(facts, judge(facts, allow_skip=False), tmp_path / "gate.json")
+    found = json.loads((tmp_path / "gate.json").read_text())
+    assert (found["ran"], found["cells"], found["code"], found["device"]) == (3, 2, 0, "H200")
+    assert found["date"]
+    assert found["torch"]

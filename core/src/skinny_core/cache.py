@@ -14,15 +14,15 @@ import json
 import os
 import platform
 import tempfile
-import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
 from skinny_core import env
+from skinny_core.errors import warn
 
 LOCK_SECONDS = 300.0
 """Longest wait for another process that compiles the same kernel; after it this process compiles for itself."""
@@ -32,7 +32,7 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 @dataclass(slots=True)
 class Counts:
-    """What this process did: kernels compiled, loaded from disk, entries set aside, entries that could not be stored."""
+    """What this process did: kernels compiled, loaded from disk, entries set aside, entries not stored."""
 
     compiled: int = 0
     loaded: int = 0
@@ -69,8 +69,9 @@ def obtain(name: str, key: str, compile_to: Callable[[Path], None]) -> Path:
     name: readable start of the file name. key: everything the machine code depends on. Where the cache folder cannot be
     written the object goes to a private temporary folder and is not kept.
     """
-    folder, stem, full_key = _place(name, key)
+    stem, full_key = _names(name, key)
     try:
+        folder = env.cache_folder() / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return _private(stem, compile_to, error)
@@ -86,16 +87,18 @@ def obtain(name: str, key: str, compile_to: Callable[[Path], None]) -> Path:
             return target
         if fault is not None:
             set_aside(target, fault)
-        scratch = folder / f"{stem}.{os.getpid()}.tmp.o"
         try:
-            scratch.touch()
+            # Not named by the process: two containers on one volume may share a number.
+            handle, made = tempfile.mkstemp(prefix=f"{stem}.", suffix=".tmp.o", dir=folder)
+            os.close(handle)
+            scratch = Path(made)
         except OSError as error:
             return _private(stem, compile_to, error)
         try:
             try:
                 compile_to(scratch)
             except OSError as error:
-                if error.errno not in _DISK:
+                if error.errno not in _DISK and folder.is_dir():
                     raise
                 return _private(stem, compile_to, error)
             COUNTS.compiled += 1
@@ -106,22 +109,23 @@ def obtain(name: str, key: str, compile_to: Callable[[Path], None]) -> Path:
                 return _private(stem, compile_to, error, count=False)
             return target
         finally:
-            scratch.unlink(missing_ok=True)
+            with suppress(OSError):
+                scratch.unlink(missing_ok=True)
 
 
 def holds(name: str, key: str) -> bool:
     """Whether `obtain` would find an entry; checks that the files are there, not what is in them."""
-    folder, stem, _ = _place(name, key)
-    target = folder / f"{stem}.o"
+    stem, _ = _names(name, key)
     try:
+        target = env.cache_folder() / "kernels" / f"{stem}.o"
         return target.exists() and _manifest(target).exists()
     except OSError:
         return False
 
 
-def _place(name: str, key: str) -> tuple[Path, str, str]:
+def _names(name: str, key: str) -> tuple[str, str]:
     full_key = f"{key} machine={platform.machine()}"
-    return env.cache_folder() / "kernels", f"{name}-{hashlib.sha256(full_key.encode()).hexdigest()[:24]}", full_key
+    return f"{name}-{hashlib.sha256(full_key.encode()).hexdigest()[:24]}", full_key
 
 
 def entries() -> tuple[int, int]:
@@ -136,7 +140,7 @@ def entries() -> tuple[int, int]:
 def set_aside(target: Path, why: str) -> None:
     """Rename an entry that cannot be used, so that it is neither loaded nor lost; warns."""
     COUNTS.set_aside += 1
-    warnings.warn(f"skinny: kernel cache entry {target.name} set aside: {why}", RuntimeWarning, stacklevel=3)
+    warn(f"kernel cache entry {target.name} set aside: {why}")
     for path in (target, _manifest(target)):
         try:
             if path.exists():
@@ -156,7 +160,7 @@ def _fault(target: Path, key: str) -> str | None:
             return None
         manifest = json.loads(_manifest(target).read_text(encoding="utf-8"))
         found = hashlib.sha256(target.read_bytes()).hexdigest()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     if isinstance(manifest, dict) and manifest.get("key") == key and manifest.get("sha256") == found:
         return ""
@@ -167,6 +171,7 @@ def _publish(scratch: Path, target: Path, key: str) -> None:
     data = scratch.read_bytes()
     if not data:
         raise OSError("the compiler wrote nothing")
+    scratch.chmod(0o644)  # a temporary file is its owner's alone, a cache may be shared
     manifest = {"key": key, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
     note = scratch.with_suffix(".json")
     try:
@@ -182,11 +187,7 @@ def _publish(scratch: Path, target: Path, key: str) -> None:
 
 def _private(stem: str, compile_to: Callable[[Path], None], error: OSError, *, count: bool = True) -> Path:
     COUNTS.not_stored += 1
-    warnings.warn(
-        f"skinny: compiled kernels are not kept: {error} (set SKINNY=cache=FOLDER to a writable folder)",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    warn(f"compiled kernels are not kept: {error} (set SKINNY=cache=FOLDER to a writable folder)")
     path = Path(tempfile.mkdtemp(prefix="skinny-")) / f"{stem}.o"
     compile_to(path)
     if not path.is_file() or not path.stat().st_size:

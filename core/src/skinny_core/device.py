@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from skinny_core.errors import UnknownDeviceError
+from skinny_core.errors import UnknownDeviceError, warn
 
 # Nominal board memory sizes. What vendors call GB is close to GiB as the driver reports it, less what ECC and the
 # driver keep, so the class is the smallest nominal size that is at least the reported GiB less 3.5 %.
@@ -79,13 +79,18 @@ def _key_of_index(index: int) -> DeviceKey:
 def current_key(index: int | None = None) -> DeviceKey | None:
     """Key of CUDA device `index` (default: the current one), or None where torch sees no CUDA device.
 
-    Initialises CUDA in this process, so never call it at import or before a fork.
+    A device that cannot be read is none, with a warning. Initialises CUDA in this process, so never call it at import
+    or before a fork.
     """
     import torch
 
-    if not torch.cuda.is_available():
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return None  # ROCm reports capabilities in the same fields, and they mean other chips
+    try:
+        return _key_of_index(torch.cuda.current_device() if index is None else index)
+    except Exception as error:  # a forked child, a driver that went away, properties that torch does not fill
+        warn(f"the CUDA device cannot be read, so no kernel runs: {type(error).__name__}: {error}")
         return None
-    return _key_of_index(torch.cuda.current_device() if index is None else index)
 
 
 @functools.cache

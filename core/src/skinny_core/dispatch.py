@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ class _Row:
     static_weights: bool
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 RowKey = tuple[str, torch.Size, torch.dtype, int, torch.dtype | None, bool]
 _families: dict[str, _Family] = {}
 _rows: dict[RowKey, _Row] = {}
@@ -117,13 +119,14 @@ def activate(
     family: str = "",
     key: DeviceKey | None = None,
     static_weights: bool = False,
+    probe: bool = True,
 ) -> Activation:
     """Let a family dispatch in this process; again is once (plan files and SKINNY are read again).
 
     package: supplies the shipped plans and, unless `family` is given, the family name. key: device for the summary
-    (default: the current CUDA device, which initialises CUDA). static_weights: the caller promises that within a
-    captured graph no kernel writes a weight, so kernels may read weights before their dependency wait. Broken plan
-    files and a malformed SKINNY become notes; nothing is raised.
+    (default: the current CUDA device, which initialises CUDA; with `probe=False` none, and nothing is touched).
+    static_weights: the caller promises that within a captured graph no kernel writes a weight, so kernels may read
+    weights before their dependency wait. Broken plan files and a malformed SKINNY become notes; nothing is raised.
     """
     name = family or (package.name if package else "")
     notes: tuple[str, ...] = ()
@@ -139,7 +142,7 @@ def activate(
             state.launchers, state.errors = _still_valid(previous, state), {}
         _families[name] = state
         _forget_rows(name)
-    return _describe(state, key if key is not None else device.current_key())
+    return _describe(state, device.current_key() if key is None and probe else key)
 
 
 def activate_cells(family: str, key: DeviceKey, cells: tuple[Cell, ...], *, static_weights: bool = False) -> Activation:
@@ -211,7 +214,7 @@ def linear(
     x: [..., K]. weight: [N, K], BF16 or FP16. residual: [..., N] of x's dtype. out_dtype: x's dtype or FP32.
     Returns [..., N]; bit for bit what `F.linear` returns wherever no kernel runs, including its errors.
     """
-    index = weight.get_device()
+    index = weight.get_device() if weight.is_cuda else -1
     row_key = (family, weight.shape, weight.dtype, index, out_dtype, residual is None)
     row = _rows.get(row_key)
     if row is None:
@@ -225,11 +228,14 @@ def linear(
     if launch is None:
         slot.count[0] += 1
         return original(x, weight, residual, out_dtype)
-    shape = x.shape
     if (
-        x.dtype is weight.dtype
+        type(x) in _PLAIN  # a subclass may mean anything by its elements
+        and type(weight) in _PLAIN
+        and x.layout is weight.layout is torch.strided
+        and not x.is_nested
+        and x.dtype is weight.dtype
         and x.get_device() == index
-        and shape[-1] == k
+        and (shape := x.shape)[-1] == k
         and weight.stride(1) == 1
         and (w_at := weight.data_ptr())  # 0: no storage of its own, such as a wrapper subclass
         and (x_at := x.data_ptr())
@@ -264,11 +270,15 @@ def original(
     """The call that a kernel replaces, differentiable. x: [..., K], weight: [N, K], residual: [..., N] or None."""
     if out_dtype is None or out_dtype == x.dtype:
         y = _torch_linear(x, weight)
-    elif x.is_cuda:
+    elif x.is_cuda and not _is_differentiated(x, weight):  # torch.mm with out_dtype has no derivative
         y = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=out_dtype).view(*x.shape[:-1], weight.shape[0])
     else:
         y = _torch_linear(x.to(out_dtype), weight.to(out_dtype))
     return y if residual is None else y + residual
+
+
+def _is_differentiated(*tensors: torch.Tensor) -> bool:
+    return _forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def row_stride(x: torch.Tensor, m: int) -> int:
@@ -292,7 +302,10 @@ def row_stride(x: torch.Tensor, m: int) -> int:
 
 def _residual_fits(residual: torch.Tensor, x: torch.Tensor, n: int) -> bool:
     return (
-        residual.dtype is x.dtype
+        type(residual) in _PLAIN
+        and residual.layout is torch.strided
+        and residual.data_ptr() != 0
+        and residual.dtype is x.dtype
         and residual.device == x.device
         and residual.shape == (*x.shape[:-1], n)
         and residual.is_contiguous()
@@ -304,6 +317,11 @@ def _call_reason(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, problem: Problem, m: int
 ) -> Reason:
     """Why this call of a runnable cell does not run: the same rules, over everything the tensors show."""
+    odd = next((type(t).__name__ for t in (weight, x) if type(t) not in _PLAIN), None)
+    if odd is not None:
+        return rules.decide(problem, Context(weight_subclass=odd)).reason or Reason.SUBCLASSED_WEIGHT
+    if x.layout is not torch.strided or weight.layout is not torch.strided or x.is_nested:
+        return Reason.LAYOUT
     stride = row_stride(x, m)
     needs_grad = x.requires_grad or weight.requires_grad or (residual is not None and residual.requires_grad)
     verdict = rules.decide(
@@ -442,15 +460,22 @@ def family_state(family: str) -> _Family | None:
     return _families.get(family)
 
 
-def install_launchers(family: str, found: Mapping[tuple[int, Problem, int], kernels.Launcher | str]) -> None:
-    """Take over what a warm-up compiled, or the error text of what it could not."""
+def install_launchers(state: _Family, found: Mapping[tuple[int, Problem, int], kernels.Launcher | str]) -> None:
+    """Take over what a warm-up compiled for `state`, or the error text of what it could not."""
     with _lock:
-        state = _families.get(family)
-        if state is None:
-            return  # deactivated meanwhile
+        if _families.get(state.name) is not state:
+            return  # deactivated, or activated with other cells, meanwhile
         for slot, item in found.items():
             if isinstance(item, str):
                 state.errors[slot] = item
             else:
                 state.launchers[slot] = item
-        _forget_rows(family)
+        _forget_rows(state.name)
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # another thread of the parent may have held it

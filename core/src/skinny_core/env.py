@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,15 +90,25 @@ def expand(path: str) -> Path:
 
 
 def user_plan_folder() -> Path:
-    """Where `skinny tune` puts plans and where they are looked for. Nothing is created here."""
+    """Where a user keeps plan files (`*.toml`) that count for every process. Nothing is created here. Raises `OSError`
+    for
+    a user without a home."""
     import platformdirs
 
-    return Path(platformdirs.user_config_dir("skinny", appauthor=False)) / "plans"
+    return _of_user(platformdirs.user_config_dir) / "plans"
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels live: `SKINNY=cache=...`, else the user cache folder. Nothing is created here."""
+    """Where compiled kernels live: `SKINNY=cache=...`, else the user cache folder. Nothing is created here. Raises
+    `OSError` for a user without a home."""
     import platformdirs
 
     chosen = settings().cache
-    return expand(chosen) if chosen else Path(platformdirs.user_cache_dir("skinny", appauthor=False))
+    return expand(chosen) if chosen else _of_user(platformdirs.user_cache_dir)
+
+
+def _of_user(folder: Callable[..., str]) -> Path:
+    try:
+        return Path(folder("skinny", appauthor=False))
+    except RuntimeError as error:  # a container's arbitrary user: no HOME, no passwd entry
+        raise OSError(f"no home folder: {error}") from None

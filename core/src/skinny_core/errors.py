@@ -1,10 +1,22 @@
 """Every error this project raises on purpose: two lines, what is wrong and what to do about it.
 
->>> str(SkinnyError("the plan is empty", "run `skinny tune`"))
-'the plan is empty\\n  fix: run `skinny tune`'
+>>> str(SkinnyError("the plan is empty", "measure a cell"))
+'the plan is empty\\n  fix: measure a cell'
 """
 
 from __future__ import annotations
+
+import logging
+import warnings
+
+
+def warn(text: str) -> None:
+    """Warn once per place in Python's usual way; where the user turned warnings into errors, log instead of raising:
+    a broken file never stops a host."""
+    try:
+        warnings.warn(f"skinny: {text}", RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        logging.getLogger("skinny").warning("skinny: %s", text)
 
 
 class SkinnyError(Exception):

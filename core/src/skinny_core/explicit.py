@@ -33,6 +33,8 @@ def run(
     problem, m = _problem(config.kernel, x, w, residual, out_dtype)
     if why := kernel.refuses(parsed, problem, m):
         raise operands.refused(config.kernel, f"{problem} at M = {m}: {why}", "another config or shape")
+    if residual is not None and residual.shape != (*x.shape[:-1], problem.n):
+        raise operands.refused(config.kernel, f"a residual {tuple(residual.shape)}", f"one of [..., {problem.n}]")
     x_stride = x.shape[-1] if x.is_contiguous() else dispatch.row_stride(x, m)
     residual_stride = 0 if residual is None else dispatch.row_stride(residual, m)
     if x_stride < 0 or residual_stride < 0:

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad as _forward_ad
 from skinny_core import dispatch
 
 NAMESPACE = "skinny"
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _run(
@@ -22,7 +23,10 @@ def _run(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    return dispatch.linear(x, weight, family, residual=residual, out_dtype=out_dtype)
+    # A parameter class of a host arrives here as it is; what it means under dispatch has been asked before. Its `data`
+    # is the same memory as a plain tensor.
+    plain = weight if type(weight) in _PLAIN else weight.data
+    return dispatch.linear(x, plain, family, residual=residual, out_dtype=out_dtype)
 
 
 def _fake(
@@ -48,12 +52,18 @@ def _autograd(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
-    if wanted or _forward_ad._current_level >= 0:
+    operands = [t for t in (x, weight, residual) if t is not None]
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+    # A traced graph enters forward-mode levels without torch's Python level being set: ask the tensors too.
+    if wanted or _forward_ad._current_level >= 0 or any(_has_tangent(t) for t in operands):
         return dispatch.original(x, weight, residual, out_dtype)
     with torch._C._AutoDispatchBelowAutograd():
         y: torch.Tensor = torch.ops.skinny.linear.default(x, weight, family, residual=residual, out_dtype=out_dtype)
     return y
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return torch._VF._unpack_dual(tensor, level=0)[1] is not None
 
 
 def _autocast(
@@ -71,8 +81,7 @@ def _autocast(
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(dispatch.OP_SCHEMA)
-    for key in ("CUDA", "CPU"):
-        library.impl("linear", _run, key)
+    library.impl("linear", _run, "CompositeExplicitAutograd")  # every backend: other devices get the original call
     library.impl("linear", _autograd, "Autograd")
     for key in ("AutocastCUDA", "AutocastCPU"):
         library.impl("linear", _autocast, key)

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import secrets
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,7 +137,7 @@ class DeviceTable(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Environment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The machine and the software of the measurement. Free text, except that a plan with `win` cells needs all of
+    """The machine and the software of the measurement. Free text; a shipped plan fills in all of
     it.
     """
 
@@ -220,7 +221,7 @@ def dump(plan: Plan, path: Path | str) -> None:
     sealed = msgspec.structs.replace(plan, digest=plan.seal())
     text = toml_text.render(msgspec.to_builtins(sealed), HEADER)
     parse(text, str(path))  # never publish what load() would refuse
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with scratch.open("w", encoding="utf-8") as f:
             f.write(text)
@@ -326,6 +327,7 @@ def _check_evidence(plan: Plan, text: str, file: str) -> None:
                 needed["in_model_us"] = e.in_model_us
             missing = next((name for name, value in needed.items() if value is None), "")
             missing = missing or ("rounds" if e.rounds < 1 else "")
+            _check_win(cell, e, text, file, i)
         else:
             missing = "" if cell.why else "why"
         if missing:
@@ -333,6 +335,21 @@ def _check_evidence(plan: Plan, text: str, file: str) -> None:
                 f"cell {cell.id} is {cell.status!r} without {missing}", "measure it, or give another status",
                 file=file, line=_cell_line(text, i),
             )  # fmt: skip
+
+
+RMSE_GATE = {DType.BF16: 2.0e-3, DType.FP16: 2.5e-4, DType.FP32: 5.0e-6}
+"""Largest rel-RMSE of a cell that may run, by output dtype; `skinny_core.testing.numerics` says why."""
+
+
+def _check_win(cell: Cell, e: Evidence, text: str, file: str, index: int) -> None:
+    """A `win` is right and faster than what it replaces; the margins of the keep rule belong to who measures."""
+    line = _cell_line(text, index, "evidence")
+    if e.rel_rmse is not None and e.rel_rmse > RMSE_GATE[cell.output]:
+        what = f"cell {cell.id} is a win with rel-RMSE {e.rel_rmse}"
+        raise EvidenceError(what, "a wrong kernel wins nothing: find out why", file=file, line=line)
+    if e.candidate.p50 >= e.baseline.p50:
+        what = f"cell {cell.id} is a win at {e.candidate.p50} us against {e.baseline.p50}"
+        raise EvidenceError(what, 'give it status = "refused"', file=file, line=line)
 
 
 def _check_configs(plan: Plan, text: str, file: str) -> None:

@@ -7,14 +7,13 @@ A file that cannot be used is noted and left out; it never stops a host.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skinny_core import env, rules
 from skinny_core.device import DeviceKey
-from skinny_core.errors import SkinnyError
+from skinny_core.errors import SkinnyError, warn
 from skinny_core.family import ModelPackage
 from skinny_core.plan import Cell, Plan, load
 from skinny_core.problem import Problem
@@ -127,7 +126,8 @@ def offer(table: Table, key: DeviceKey | None) -> str:
     near = sorted({s.plan.product for s in table.sources if s.plan.key.capability == key.capability})
     if not near:
         return ""
-    return f"no plan for {key}; measured on {', '.join(near)}: try it with SKINNY=neighbour=on, or run `skinny tune`"
+    names = ", ".join(near)
+    return f"no plan for {key}; measured on {names}: try it with SKINNY=neighbour=on, or measure (docs/adding.md)"
 
 
 def _files(package: ModelPackage | None, settings: env.Settings, notes: list[str]) -> Iterable[tuple[Path, str]]:
@@ -151,7 +151,7 @@ _warned: set[str] = set()
 def _warn_once(note: str) -> None:
     if note not in _warned:
         _warned.add(note)
-        warnings.warn(f"skinny: {note}", RuntimeWarning, stacklevel=4)
+        warn(note)
 
 
 def device_name(key: DeviceKey | None) -> str:

@@ -74,7 +74,7 @@ def warm(
         except Exception as error:  # a DSL can fail in any way; the call falls back and doctor shows the text
             found[index, job.problem, job.m] = f"{type(error).__name__}: {error}"
             dispatch.log.warning("skinny: %s is not used: %s", job.name, error)
-    dispatch.install_launchers(family, found)
+    dispatch.install_launchers(state, found)
     return [job.name for job in missing if not isinstance(found[index, job.problem, job.m], str)]
 
 

@@ -37,8 +37,26 @@ def test_version(skinny: Skinny) -> None:
         (("explain", "qwen3-8b", "--device", "h200", "--tp", "7"), "tp"),
         (("explain", "qwen3-8b", "--device", "h200", "-M", "0-3"), "1 to 16"),
         (("explain", "qwen3-8b", "--device", "h200", "-M", "many"), "1-16"),
+        (("explain", "qwen3-8b", "--device", "h200", "-M", "²"), "1-16"),
+        (("explain", "qwen3-8b", "--device", "h200", "-M", "9" * 5000), "1-16"),
+        (("explain", "~nosuchuser/x", "--device", "h200"), "qwen3-8b"),
+        (("demo", "--device", "bogus"), "auto, cpu"),
+        (("demo", "--device", "mps"), "auto, cpu"),
+        (("demo", "--device", "cuda:99"), "auto or cpu"),
     ],
-    ids=["model", "device", "tp", "zero-rows", "not-rows"],
+    ids=[
+        "model",
+        "device",
+        "tp",
+        "zero-rows",
+        "not-rows",
+        "superscript",
+        "long-number",
+        "user",
+        "demo-bogus",
+        "demo-mps",
+        "demo-cuda-99",
+    ],
 )
 def test_an_error_is_two_lines_with_the_known_names(skinny: Skinny, arguments: tuple[str, ...], names: str) -> None:
     result = skinny(*arguments)

@@ -27,6 +27,10 @@ def report(skinny: Skinny) -> dict[str, object]:
     return document
 
 
+def problems_with(document: dict[str, object], text: str) -> list[str]:
+    return [what for what, fix in document["problems"] if text in what and fix]  # type: ignore[attr-defined]
+
+
 def test_json_has_the_documented_keys(skinny: Skinny) -> None:
     document = report(skinny)
     assert set(document) == KEYS
@@ -91,6 +95,19 @@ def test_a_device_without_a_plan_is_a_problem_that_names_neighbours(
     (problem,) = (p for p in report(skinny)["problems"] if "no plan for" in p[0])  # type: ignore[attr-defined]
     assert "h200" in problem[0]
     assert "SKINNY=neighbour=on" in problem[1]
+    assert "skinny bench" not in problem[1], "bench times planned cells only"
+    (script,) = (word for word in problem[1].replace("`", "").split() if word.endswith(".py"))
+    assert (Path(__file__).parents[3] / script).is_file()
+
+
+def test_a_plan_for_a_device_without_a_product_name_counts(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from skinny_lab.doctor.report import Device, PlanFile
+
+    device = Device(0, "NVIDIA H900", "sm90-99sm-99mib-99gb", None, ())
+    monkeypatch.setattr(collect, "_devices", lambda: [device])
+    assert len(problems_with(report(skinny), "no plan for")) == 1
+    monkeypatch.setattr(collect, "_plans", lambda found: [PlanFile("mine.toml", "SKINNY", "qwen3", device.key)])
+    assert problems_with(report(skinny), "no plan for") == []
 
 
 def test_a_host_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +120,59 @@ def test_a_host_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("is broken" in host.text for host in hosts)
 
 
-def test_an_unwritable_cache_is_a_problem(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_is_writable", lambda folder: False)
-    assert any("not writable" in p[0] for p in report(skinny)["problems"])  # type: ignore[attr-defined]
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that refuses even root")
+def test_a_cache_that_not_even_root_can_make_is_a_problem(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKINNY", "cache=/proc/x")
+    document = report(skinny)
+    assert not document["cache"]["writable"]  # type: ignore[index]
+    (said,) = problems_with(document, "/proc/x")
+    assert said == "/proc/x is not writable: No such file or directory"
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300, "link"])
+def test_what_no_folder_can_be_made_of_is_a_problem(
+    skinny: Skinny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    monkeypatch.setenv("SKINNY", f"cache={tmp_path / name}")
+    assert len(problems_with(report(skinny), "not writable")) == 1
+
+
+@pytest.mark.parametrize("name", ["old", "old/new/newer", "new/../../escaped"])
+def test_trying_the_cache_leaves_nothing_behind(
+    skinny: Skinny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    inner = tmp_path / "inner"
+    (inner / "old").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setenv("SKINNY", f"cache={inner / name}")
+    document = report(skinny)
+    assert document["cache"]["writable"]  # type: ignore[index]
+    assert problems_with(document, "not writable") == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["syntax", "folder", "schema", "gone"])
+def test_a_broken_plan_is_a_problem_that_names_its_place_once(
+    skinny: Skinny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "broken.toml"
+    if kind == "folder":
+        path.mkdir()
+    elif kind != "gone":
+        path.write_text({"syntax": "schema = 1\n[device\n", "schema": "schema = 1\nfamly = 2\n"}[kind])
+    monkeypatch.setenv("SKINNY", f"plan={path}")
+    document = report(skinny)
+    (said,) = problems_with(document, "broken.toml")
+    assert said.startswith(f"{path}:2: not TOML" if kind == "syntax" else f"{path}")
+    assert said.endswith("; the file is ignored")
+    assert said.count("broken.toml") == 1
+    (shown,) = (p for p in document["plans"] if p["origin"] == "SKINNY")  # type: ignore[attr-defined]
+    assert shown["error"]["file"] == str(path)
+    assert "broken.toml" not in shown["error"]["what"]
+
+
+def test_a_plan_of_an_unknown_user_is_a_problem_not_a_crash(skinny: Skinny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKINNY", "plan=~nosuchuser/x")
+    assert len(problems_with(report(skinny), "~nosuchuser/x: cannot be read")) == 1

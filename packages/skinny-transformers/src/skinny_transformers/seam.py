@@ -14,6 +14,7 @@ inside; a look at the place at call time therefore tells attached adapters from 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 import weakref
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext
 
 from skinny_core import dispatch, op
 from skinny_core.rules import Reason
@@ -29,6 +31,7 @@ SITE = "_skinny_site"
 _SLOTS = ("forward", "_old_forward")  # the second is where accelerate keeps the forward that it wraps
 _PLAIN = (Tensor, nn.Parameter)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_function_modes = torch._C._len_torch_function_stack
 _functorch_level = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 
 
@@ -51,6 +54,10 @@ class Site:
         copied = memo.get(id(self.parent()))
         return Site(self.family, copied, self.name) if isinstance(copied, nn.Module) else None
 
+    def __reduce__(self) -> Any:
+        """A pickle of a class swapped on top of ours carries None: a place belongs to a process."""
+        return type(None), ()
+
 
 class Linear(nn.Linear):
     """`nn.Linear` that offers its calls to skinny and otherwise runs `nn.Linear.forward`. Only ever made by
@@ -59,24 +66,24 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """`input[..., K]` -> `[..., N]`, with the dtype and device rules and the errors of `nn.Linear`."""
         site = self.__dict__.get(SITE)
-        weight = self._parameters.get("weight")  # a third of the cost of `self.weight`, which searches for it
-        if site is None or torch.jit.is_tracing():
+        if site is None or torch.jit.is_tracing() or not isinstance(input, Tensor):
             return nn.Linear.forward(self, input)
-        reason = Reason.HOOKED if weight is None else standing(self, site, weight) or passing(weight, input)
+        # First of all: a function mode would see every look at a tensor.
+        reason = Reason.HOOKED if _is_overridden() else standing(self, site) or passing(self, input)
         if torch.compiler.is_compiling():
             # M is a symbol here and must stay one: the op looks at it when the graph runs. An exported program must
             # load where skinny is absent, so it gets no op.
             if reason is None and not torch.compiler.is_exporting():
-                return op.linear(input, weight, site.family)
+                return op.linear(input, self._parameters["weight"], site.family)
             return nn.Linear.forward(self, input)
         if reason is None and not _is_recorded():
-            return dispatch.linear(input, weight, site.family)
-        n, k, elements = self.out_features, self.in_features, input.numel()
-        if k and type(elements) is int:  # a symbol belongs to a fake tensor, and nothing is called
-            dispatch.declined(site.family, n, k, elements // k, reason or Reason.HOOKED)
+            return dispatch.linear(input, self._parameters["weight"], site.family)
+        _count(self, site, input, reason or Reason.HOOKED)
         return nn.Linear.forward(self, input)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not Linear:  # a class swapped on top of ours (a parametrisation) has its own say
+            return super().__reduce_ex__(protocol)
         state = {key: value for key, value in self.__dict__.items() if key != SITE}
         for slot in _SLOTS:
             if is_ours(state.get(slot)):
@@ -90,7 +97,7 @@ class Linear(nn.Linear):
         return made
 
 
-def standing(layer: nn.Linear, site: Site, weight: Tensor) -> Reason | None:
+def standing(layer: nn.Linear, site: Site) -> Reason | None:
     """What about the layer rules a kernel out at this moment, whatever the call; None where nothing does.
 
     Read anew at every call, and traced by Dynamo, which guards on what is read here.
@@ -98,26 +105,41 @@ def standing(layer: nn.Linear, site: Site, weight: Tensor) -> Reason | None:
     reason = displaced(layer, site)
     if reason is not None:
         return reason
+    state, parameters = layer.__dict__, layer._parameters
+    weight = parameters.get("weight")  # a third of the cost of `layer.weight`, which searches for it
+    if weight is None or "weight" in state or "bias" in state:  # a plain attribute hides the parameter of that name
+        return Reason.HOOKED
     if type(weight) not in _PLAIN:
         return Reason.SUBCLASSED_WEIGHT
     if not weight.dtype.is_floating_point:
         return Reason.QUANTISED
     # A bias that is no registered parameter any more can be anything.
-    if layer._parameters.get("bias", weight) is not None:
+    if parameters.get("bias", weight) is not None:
         return Reason.BIAS
-    return Reason.OFFLOADED if weight.is_meta else None
+    return placement(weight)
 
 
-def passing(weight: Tensor, x: Tensor) -> Reason | None:
-    """What about this call and its surroundings rules a kernel out, as far as the tensors' shapes and devices do not
-    decide it."""
+def placement(tensor: Tensor) -> Reason | None:
+    """What about the memory of a plain weight or activation rules a kernel out."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return Reason.LAYOUT
+    if tensor.is_cuda or tensor.is_cpu:
+        return None
+    return Reason.OFFLOADED if tensor.is_meta else Reason.NOT_CUDA
+
+
+def passing(layer: nn.Linear, x: Tensor) -> Reason | None:
+    """What about this call and its surroundings rules a kernel out, as far as the tensors' shapes do not decide it.
+    Asked of a layer that `standing` has nothing against."""
     if type(x) not in _PLAIN:
         return Reason.SUBCLASSED_WEIGHT
-    if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
+    if torch.is_grad_enabled() and (layer._parameters["weight"].requires_grad or x.requires_grad):
         return Reason.GRADIENT
-    if x.is_meta:
-        return Reason.OFFLOADED
-    return Reason.AUTOCAST if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type) else None
+    reason = placement(x)
+    if reason is not None:
+        return reason
+    # Only of these two: the question raises for devices that have no autocast.
+    return Reason.AUTOCAST if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") else None
 
 
 def displaced(layer: nn.Linear, site: Site) -> Reason | None:
@@ -136,19 +158,20 @@ def displaced(layer: nn.Linear, site: Site) -> Reason | None:
     return Reason.LORA if occupant is not None and "base_layer" in occupant._modules else Reason.HOOKED
 
 
-def attach(layer: nn.Linear, family: str, parent: nn.Module | None, name: str) -> bool:
-    """Swap the class of a layer of exactly `nn.Linear`, or renew its place. False where somebody else replaced its
-    `forward`."""
+def is_foreign(layer: nn.Linear) -> bool:
+    """Whether somebody else replaced the `forward` of a stock layer, so that `attach` must keep away."""
+    forward = None if isinstance(layer, Linear) else layer.__dict__.get("forward")
+    return forward is not None and not _is_stock(forward) and not _is_accelerate(layer)
+
+
+def attach(layer: nn.Linear, family: str, parent: nn.Module | None, name: str) -> None:
+    """Swap the class of a layer of exactly `nn.Linear` that is not foreign, or renew its place."""
     if not isinstance(layer, Linear):
-        foreign = layer.__dict__.get("forward")
-        if foreign is not None and not _is_stock(foreign) and not _is_accelerate(layer):
-            return False
         for slot in _SLOTS:
             if _is_stock(layer.__dict__.get(slot)):
                 layer.__dict__[slot] = types.MethodType(Linear.forward, layer)
         layer.__class__ = Linear
     layer.__dict__[SITE] = Site(family, parent, name)
-    return True
 
 
 def detach(layer: nn.Module) -> bool:
@@ -182,3 +205,21 @@ def _is_recorded() -> bool:
     """Whether somebody looks at every operation (make_fx, vmap, a flop counter): a kernel launch would be invisible
     to them."""
     return _dispatch_modes() > 0 or _functorch_level() is not None
+
+
+def _is_overridden() -> bool:
+    """Whether a function mode is active that could answer or look at the call; the default device is one that does
+    not."""
+    for at in range(_function_modes()):
+        if type(torch._C._get_function_stack_at(at)) is not DeviceContext:
+            return True
+    return False
+
+
+def _count(layer: nn.Linear, site: Site, x: Tensor, reason: Reason) -> None:
+    """One call that did not reach the dispatcher. Subclasses and modes do not see it, and it cannot fail a call: a
+    foreign tensor or layer answers as it likes."""
+    with contextlib.suppress(Exception), torch._C.DisableTorchFunction():
+        n, k, elements = layer.out_features, layer.in_features, x.numel()
+        if k and type(elements) is int:  # a symbol belongs to a fake tensor, and nothing is called
+            dispatch.declined(site.family, n, k, elements // k, reason)

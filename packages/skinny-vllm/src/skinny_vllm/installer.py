@@ -41,25 +41,35 @@ class Installation:
     skipped: Counter[str] = field(default_factory=Counter)
     ready: bool = False
 
-    def settle(self, layer: Any) -> None:
-        """The host has processed this layer's weight: decide whether it calls the op. The last layer makes the model
-        ready."""
-        self.decide(layer)
-        self.publish()
+    def settle(self, layer: Any, method: Any) -> None:
+        """The host has processed this layer's weight: decide whether its `method` calls the op. The last layer makes
+        the model ready. Never raises: this runs inside the host's loading."""
+        plugin.guarded(self._decide_again, layer, method)
         self.waiting.discard(id(layer))
         if not self.waiting and not self.ready:
             self.ready = True
             plugin.guarded(self.make_ready)
 
-    def decide(self, layer: Any) -> None:
-        """Read what the host would run now; on the CPU platform that is open until the weight is processed."""
-        method = layer.quant_method
-        method.emits = host_call.is_plain_linear(method.original, layer)
-        if method.emits:
-            rows, columns = layer.weight.shape
-            self.emitting[id(layer)] = (self.paths[id(layer)], rows, columns, DType.of(layer.weight.dtype).value)
-        else:
-            self.emitting.pop(id(layer), None)
+    def _decide_again(self, layer: Any, method: Any) -> None:
+        try:
+            self.decide(layer, method)
+        finally:
+            self.publish()
+
+    def decide(self, layer: Any, method: Any) -> None:
+        """Read what the host would run now; on the CPU platform that is open until the weight is processed. Anything
+        but a dense matrix of a known dtype keeps the original call."""
+        method.emits = False
+        self.emitting.pop(id(layer), None)
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or weight.layout is not torch.strided:
+            return
+        dtype = DType.of(weight.dtype)
+        if dtype is None or not host_call.is_plain_linear(method.original, layer):
+            return
+        rows, columns = weight.shape
+        self.emitting[id(layer)] = (self.paths[id(layer)], rows, columns, dtype.value)
+        method.emits = True
 
     def publish(self) -> None:
         """Write the compile key into every configuration that this model's compiled parts hash."""
@@ -120,7 +130,7 @@ def install(model: torch.nn.Module, config: Any) -> Installation | None:
         reason, detail = Reason.HOST_BACKEND, f"no layer of an eligible class ({dict(skipped)})"
     if reason is not None:
         declined = ModelStatus(architecture, package.name, 0, dict(skipped), reason, detail)
-        plugin.note_model(lambda: declined)
+        plugin.note_model(model, lambda _: declined)
         log.info("skinny leaves %s alone: %s", architecture, detail or reason.meaning)
         return None
     installation = _prepare(model, config, package)
@@ -130,7 +140,7 @@ def install(model: torch.nn.Module, config: Any) -> Installation | None:
     except Exception:
         uninstall(model)
         raise
-    plugin.note_model(installation.status)
+    plugin.note_model(installation, Installation.status)
     return installation
 
 
@@ -158,10 +168,9 @@ def _replace(installation: Installation, chosen: list[sites.Site]) -> None:
         kind = SkinnyLinearMethod if isinstance(original, sites.UnquantizedLinearMethod) else SkinnyEmbeddingMethod
         installation.paths[id(site.layer)] = site.path
         installation.waiting.add(id(site.layer))
-        site.layer.quant_method = kind(
-            original, installation=installation, siblings=site.parent._modules, leaf=site.leaf
-        )
-        installation.decide(site.layer)
+        method = kind(original, installation=installation, siblings=site.parent._modules, leaf=site.leaf)
+        site.layer.quant_method = method
+        installation.decide(site.layer, method)
     installation.publish()
 
 

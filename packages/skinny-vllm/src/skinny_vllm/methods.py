@@ -47,7 +47,7 @@ class _Replacement:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """The host's own processing (the CPU platform may replace the weight), then whether the op may be used."""
         self.original.process_weights_after_loading(layer)
-        self.installation.settle(layer)
+        self.installation.settle(layer, self)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """y = x @ layer.weight.T for x [..., K] and weight [N, K]; anything else is the original's business."""
@@ -55,7 +55,7 @@ class _Replacement:
         reason = self.refusal(layer, bias, tracing)
         if reason is not None:
             if not tracing:
-                self.count(layer.weight, x, reason)
+                self.count(getattr(layer, "weight", None), x, reason)
             return self.original.apply(layer, x, bias)
         if tracing:
             return op.linear(x, layer.weight, self.family)
@@ -79,9 +79,9 @@ class _Replacement:
             return Reason.LORA if hasattr(self.siblings.get(self.leaf), "base_layer") else Reason.HOOKED
         return None
 
-    def count(self, weight: torch.Tensor, x: torch.Tensor, reason: Reason) -> None:
+    def count(self, weight: Any, x: torch.Tensor, reason: Reason) -> None:
         """One call that did not reach the dispatcher, beside those that it counts. A packed weight has no shape."""
-        if weight.ndim == 2 and weight.shape[1]:
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1]:
             n, k = weight.shape
             dispatch.declined(self.family, n, k, x.numel() // k, reason)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ ENTRY_POINT = "skinny"
 
 _state: State | None = None
 _detail = ""
-_models: list[Callable[[], ModelStatus]] = []
+# Weak: an installation holds vLLM's whole configuration, which must go when the engine goes.
+_models: list[tuple[weakref.ref[Any], Callable[[Any], ModelStatus]]] = []
 
 
 def register() -> None:
@@ -87,13 +89,14 @@ def host_version() -> str | None:
     return str(vllm.__version__)
 
 
-def note_model(describe: Callable[[], ModelStatus]) -> None:
-    """Add one constructed model to `status()`; `describe` is asked whenever somebody looks."""
-    _models.append(describe)
+def note_model(owner: Any, describe: Callable[[Any], ModelStatus]) -> None:
+    """Add one constructed model to `status()`: `describe(owner)` is asked whenever somebody looks, as long as `owner`
+    lives. `describe` must not hold the owner."""
+    _models[:] = [*((held, ask) for held, ask in _models if held() is not None), (weakref.ref(owner), describe)]
 
 
 def status() -> HostStatus:
-    """State here. Before `register()` it is what `register()` would find."""
+    """State here, with the models that are alive. Before `register()` it is what `register()` would find."""
     supported = tuple(str(item) for item in versions.SUPPORTED)
     state, detail, version = _state, _detail, None
     try:
@@ -106,4 +109,5 @@ def status() -> HostStatus:
                     state = State.EXCLUDED
     except Exception as error:
         state, detail = State.FAILED, f"{type(error).__name__}: {error}".replace("\n", "; ")
-    return HostStatus(state or State.ABSENT, version, detail, supported, tuple(describe() for describe in _models))
+    models = tuple(ask(owner) for held, ask in list(_models) if (owner := held()) is not None)
+    return HostStatus(state or State.ABSENT, version, detail, supported, models)

@@ -14,7 +14,7 @@ MAX_FRAGMENT = 96
 """Registers per thread that weight and activation fragments may take together: above it the kernel spills on sm_90a."""
 
 MAX_K = 2**24
-MAX_ROWS = 2**31 - 16
+MAX_ROWS = 2**30
 """Row numbers are 32-bit, and the last group may reach past N."""
 SM_REGISTERS = 65536
 """A block's threads share them, so that a block of 1024 has 64 each, and the compiler spills what it has no room

@@ -273,7 +273,7 @@ def bf16_simt(
     stream: CUstream,
     spec: cutlass.Constexpr,
 ):
-    """Launch on `stream`. Pointers are addresses, strides are in elements between rows; `grid_cap` limits the blocks."""
+    """Launch on `stream`. Pointers are addresses, strides are in elements between rows; `grid_cap` limits the grid."""
     dtype, output = DTYPES[spec.dtype], DTYPES[spec.output]
     groups = cute.ceil_div(n, spec.config.rows)
     grid = cutlass.min(groups, grid_cap) if cutlass.const_expr(spec.config.blocks_per_sm > 0) else groups

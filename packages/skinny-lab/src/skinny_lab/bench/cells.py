@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from skinny_core import device
-from skinny_core.errors import KernelUnavailableError
+from skinny_core.errors import KernelRefusedError, KernelUnavailableError, SkinnyError
 from skinny_core.plan import Cell, Environment, Plan
-from skinny_core.problem import DType
+from skinny_core.problem import DType, Epilogue
 from skinny_lab.bench import contestants, machine, race, tuning
 from skinny_lab.bench.rows import OURS, Row
 
@@ -21,11 +21,13 @@ def run(
     rounds: int = tuning.LONG_ROUNDS,
     hot: bool = True,
     progress: Callable[[Cell], None] = lambda _: None,
+    failed: Callable[[Cell, SkinnyError], None] | None = None,
 ) -> list[Row]:
     """Rows for every cell that has a kernel of ours, on the current device.
 
-    Raises `KernelUnavailableError` without a CUDA device, and RuntimeError for a cell with wrong results: no speed of
-    it is reported.
+    failed: called with a cell that cannot be measured and its error; the others go on. Without it the error is raised:
+    `NumericsError` for wrong results (no speed of it is reported), `KernelRefusedError` for a residual. Raises
+    `KernelUnavailableError` without a CUDA device.
     """
     key = device.current_key()
     if key is None:
@@ -39,7 +41,12 @@ def run(
     for (n, k, dtype), group in by_shape.items():
         arena = race.Arena(n, k, dtype.torch, key.l2_bytes)
         for cell in group:
-            rows += _measure(arena, cell, peers, rounds, hot, environment)
+            try:
+                rows += _measure(arena, cell, peers, rounds, hot, environment)
+            except SkinnyError as error:
+                if failed is None:
+                    raise
+                failed(cell, error)
             progress(cell)
         del arena
         torch.cuda.empty_cache()
@@ -57,8 +64,8 @@ def planned_rows(plan: Plan) -> list[Row]:
             if q is not None:
                 times = race.Times(q.p20, q.p50, q.p80, e.rounds)
                 rows.append(_row(cell, provider, state, times, plan.environment))
-        for name, p50 in e.peers.items():
-            rows.append(_row(cell, name, "cold", race.Times(p50, p50, p50, e.rounds), plan.environment))
+        for name, p50 in e.peers.items():  # a plan keeps no spread of a peer
+            rows.append(_row(cell, name, "cold", race.Times(p50, p50, p50, e.rounds), plan.environment, spread=False))
     return rows
 
 
@@ -66,6 +73,10 @@ def _measure(
     arena: race.Arena, cell: Cell, peers: tuning.PeerMaker | None, rounds: int, hot: bool, environment: Environment
 ) -> Iterable[Row]:
     problem = cell.problem(None)
+    if problem.epilogue is not Epilogue.NONE:
+        raise KernelRefusedError(
+            f"cell {cell.id} has the epilogue {problem.epilogue.value}", "bench measures plain products only"
+        )
     rivals: Mapping[str, race.Run] = peers(problem, cell.m) if peers else {}
     runs = {
         OURS: contestants.ours(cell.kernel_config, problem, cell.m),
@@ -87,7 +98,9 @@ def _measure(
             yield _row(cell, name, "hot", times, environment)
 
 
-def _row(cell: Cell, provider: str, state: str, times: race.Times, environment: Environment) -> Row:
+def _row(
+    cell: Cell, provider: str, state: str, times: race.Times, environment: Environment, *, spread: bool = True
+) -> Row:
     ours = provider == OURS
     return Row(
         kind="cell",
@@ -100,9 +113,9 @@ def _row(cell: Cell, provider: str, state: str, times: race.Times, environment: 
         state=state,
         status=cell.status if ours else "",
         unit="us",
-        p20=times.p20,
+        p20=times.p20 if spread else None,
         p50=times.p50,
-        p80=times.p80,
+        p80=times.p80 if spread else None,
         rounds=times.rounds,
         device=environment.gpu,
         driver=environment.driver,

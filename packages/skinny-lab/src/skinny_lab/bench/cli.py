@@ -1,7 +1,8 @@
-"""`skinny bench`: time planned cells against the call they replace, or measure a model's plan anew."""
+"""`skinny bench`: time planned cells against the call they replace."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -45,25 +46,39 @@ def bench(
 
     console = Console()
     wanted = find_rows(rows)
+    if peer_folder is not None and not (peer_folder / "skinny_gemm.py").is_file():
+        raise RequestError(f"{peer_folder} holds no skinny_gemm.py", "give the folder of vLLM's cute_dsl kernels")
     key = device.current_key()
     if key is None:
         raise KernelUnavailableError("measuring needs a CUDA device", "run on the machine the plan is for")
     chosen = [(p, c) for p, c in find_cells(plan, models or [], key) if c.m in wanted]
     if not chosen:
         raise RequestError("no planned cell for this device, these models and M", "see `skinny doctor` for plans found")
+    if out is not None:
+        _must_be_writable(out)
+    failures: list[str] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(chosen))
 
         def step(cell: Cell) -> None:
             progress.update(task, advance=1, description=cell.id)
 
-        result = measured.run(chosen, peers=peer_maker(peer_folder), hot=not cold_only, progress=step)
-    console.print(result_table(result))
+        def failed(cell: Cell, error: SkinnyError) -> None:
+            failures.append(f"{cell.id}: {error}")
+
+        peers = peer_maker(peer_folder)
+        result = measured.run(chosen, peers=peers, hot=not cold_only, progress=step, failed=failed)
+    if result:
+        console.print(result_table(result))
     if out is not None:
         from skinny_lab.bench.rows import write_csv
 
         write_csv(out, result)
         console.print(f"{len(result)} rows in {out}")
+    for failure in failures:
+        console.print(f"not measured: {failure}", style="red", markup=False)
+    if failures:
+        raise typer.Exit(1)
 
 
 def find_cells(path: Path | None, models: list[str], key: DeviceKey) -> list[tuple[Plan, Cell]]:
@@ -73,6 +88,8 @@ def find_cells(path: Path | None, models: list[str], key: DeviceKey) -> list[tup
             plans = [load(path)]
         except OSError as error:
             raise RequestError(f"{path}: {error.strerror}", "give the path of a plan file") from None
+        if plans[0].key != key:
+            raise RequestError(f"{path} is for {plans[0].key}, this is {key}", "measure on the device of the plan")
     else:
         packages = family.discover().packages
         tables = [table.build(p.name, p, env.settings()) for p in packages]
@@ -85,6 +102,16 @@ def find_cells(path: Path | None, models: list[str], key: DeviceKey) -> list[tup
         if model not in known:
             raise RequestError(f"unknown model {model!r}", f"use one of: {', '.join(sorted(known))}")
     return [(p, c) for p, c in used if any(user.split("/")[0] in models for user in c.used_by)]
+
+
+def _must_be_writable(path: Path) -> None:
+    """Raise `RequestError` now rather than after minutes of measuring."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written: {error.strerror}", "give another --out") from None
 
 
 def result_table(rows: list[Row]) -> Table:

@@ -22,19 +22,25 @@ VLLM_CUTE = "vllm_cute"
 
 
 def cublas() -> Run:
-    """What a host runs: `F.linear` into a preallocated output."""
+    """What a host runs, into a preallocated output: the cuBLAS call behind `F.linear`, or behind `torch.mm` with an
+    FP32
+    output."""
 
     def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
-        torch.mm(x, w.t(), out=y)
+        if y.dtype == x.dtype:
+            torch.mm(x, w.t(), out=y)
+        else:
+            torch.mm(x, w.t(), out_dtype=y.dtype, out=y)
 
     return run
 
 
-def ours(config: KernelConfig, problem: Problem, m: int, *, index: int = 0, prewait: bool = True) -> Run:
+def ours(config: KernelConfig, problem: Problem, m: int, *, prewait: bool = True) -> Run:
     """One of our kernels with one config; compiles it. prewait as in a captured decode step, where no kernel writes
     weights.
     """
     kernel = kernels.get(config.kernel)
+    index = torch.cuda.current_device()
     launch = kernel.compile(kernel.config_from(dict(config.params)), problem, m, index=index, prewait=prewait)
 
     def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:

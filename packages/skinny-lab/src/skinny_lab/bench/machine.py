@@ -26,6 +26,8 @@ class Gpu:
 
 def gpu(index: int = 0) -> Gpu:
     """Read the driver through `nvidia-smi`; zeros where it cannot be asked."""
+    if not torch.cuda.is_available():
+        return Gpu(0, 0, "unknown", 0)
     fields = _smi(index, "--query-gpu=clocks.sm,clocks.mem,driver_version")
     pids = {p for p in _smi_lines(index, "--query-compute-apps=pid") if p.isdigit()}
     if len(fields) != 3:
@@ -51,7 +53,10 @@ def environment(index: int = 0, *, commit: str = "") -> Environment:
 
 def checkout_commit() -> str:
     """Commit of the source tree, with "+" where it has uncommitted changes; "" outside a checkout."""
-    here = Path(__file__).parent
+    here = Path(__file__).resolve().parent
+    top = Path(_run(["git", "-C", str(here), "rev-parse", "--show-toplevel"]) or "/")
+    if not (top / "core" / "src" / "skinny_core").is_dir():
+        return ""  # installed into somebody else's repository: its commit says nothing about these sources
     head = _run(["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"])
     dirty = _run(["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"])
     return head + ("+" if head and dirty else "")
@@ -70,7 +75,9 @@ def _smi(index: int, query: str) -> list[str]:
 
 
 def _smi_lines(index: int, query: str) -> list[str]:
-    return _run(["nvidia-smi", f"--id={index}", query, "--format=csv,noheader,nounits"]).splitlines()
+    # nvidia-smi counts all boards, torch only the visible ones: the UUID names one board for both.
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    return _run(["nvidia-smi", f"--id={uuid}", query, "--format=csv,noheader,nounits"]).splitlines()
 
 
 def _run(command: list[str]) -> str:

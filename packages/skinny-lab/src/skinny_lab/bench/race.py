@@ -43,8 +43,7 @@ class Arena:
 
     def __init__(self, n: int, k: int, dtype: torch.dtype, l2_bytes: int, *, seed: int = 0) -> None:
         self.n, self.k, self.dtype = n, k, dtype
-        weight_bytes = 2 * n * k
-        self.copies = max(2, -(-L2_FACTOR * l2_bytes // weight_bytes) + 1)
+        self.copies = copies_for(n, k, l2_bytes)
         generator = torch.Generator("cuda").manual_seed(seed)
         # One block, so that copies are far apart; scaled like a trained weight. Zeros would run faster than real data.
         self.weights = torch.empty(self.copies, n, k, dtype=dtype, device="cuda")
@@ -55,6 +54,12 @@ class Arena:
     def activation(self, m: int) -> torch.Tensor:
         """A random activation [m, K]."""
         return torch.randn(m, self.k, dtype=self.dtype, device="cuda", generator=self.generator)
+
+
+def copies_for(n: int, k: int, l2_bytes: int) -> int:
+    """Weights [N, K] of 2-byte elements to rotate through, so that what lies between two uses of one is more than
+    `L2_FACTOR` times the L2."""
+    return max(2, -(-L2_FACTOR * l2_bytes // (2 * n * k)) + 1)
 
 
 def race(

@@ -22,7 +22,8 @@ class Row:
     """One provider at one point. kind: "cell" (us per call) or "tpot" (ms per output token).
 
     what: "qwen3-8b/o" or a model. m: rows, or concurrency for tpot. state: "cold", "hot" or "engine". config: how it
-    was launched. status: of the plan cell, for ours. p20, p50, p80: in `unit` over `rounds`.
+    was launched. status: of the plan cell, for ours. p20, p50, p80: in `unit` over `rounds`; None where no spread was
+    kept.
     """
 
     kind: str
@@ -35,9 +36,9 @@ class Row:
     state: str
     status: str
     unit: str
-    p20: float
+    p20: float | None
     p50: float
-    p80: float
+    p80: float | None
     rounds: int
     device: str
     driver: str
@@ -62,13 +63,17 @@ def read_csv(path: Path) -> list[Row]:
         for number, record in enumerate(csv.DictReader(f), 2):
             values: dict[str, Any] = {}
             for spec in fields(Row):
-                convert = {"int": int, "float": float, "str": str}[str(spec.type)]
+                convert = {"int": int, "float": float, "str": str, "float | None": _optional}[str(spec.type)]
                 try:
                     values[spec.name] = convert(record[spec.name])
                 except (KeyError, TypeError, ValueError):
                     raise ValueError(f"{path}:{number}: column {spec.name}: {record.get(spec.name)!r}") from None
             rows.append(Row(**values))
     return rows
+
+
+def _optional(text: str) -> float | None:
+    return float(text) if text else None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -106,18 +111,21 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         if peers:
             by_m["vs_best_peer"].setdefault(m, []).append(min(peers) / ours.p50)
     status = [r.status for r in cells if r.provider == OURS and r.state == "cold"]
-    newest = max(rows, key=lambda r: r.date)
+    engine = [r for r in rows if r.kind == "tpot"]
+    newest = max(cells or rows, key=lambda r: r.date)
     return {
         "device": newest.device,
         "date": newest.date,
         "commit": newest.commit,
+        "tpot_commit": max(engine, key=lambda r: r.date).commit if engine else "",
+        "peers": sorted({r.provider for r in cells} - {OURS, "cublas"}),
         "limit_tbps": LIMIT_TBPS,
         "cells": {name: status.count(name) for name in ("win", "refused", "reported")},
         **{
             name: {str(m): round(statistics.geometric_mean(values), 4) for m, values in sorted(found.items())}
             for name, found in by_m.items()
         },
-        "tpot": tpot([r for r in rows if r.kind == "tpot"]),
+        "tpot": tpot(engine),
     }
 
 

@@ -175,7 +175,9 @@ def cell(found: Measured, name: str, used_by: tuple[str, ...], in_model_us: floa
 
 
 def prepare_all(problems: Iterable[tuple[Problem, int]], stems: Iterable[str] = ("bf16_simt",)) -> int:
-    """Compile the candidates of many races at once, in parallel worker processes; returns how many configs there are."""
+    """Compile the candidates of many races at once, in parallel worker processes; returns how many configs there
+    are.
+    """
     from skinny_core import warmup
 
     key = device.current_key()

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import os
 import platform
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,17 +20,25 @@ import platformdirs
 from skinny_core import cache, env, family, kernels, plan
 from skinny_core.device import current_key, neighbours, product_name
 from skinny_core.errors import PlanError, SettingsError
+from skinny_lab import output
 from skinny_lab.doctor.report import Cache, Device, Host, Kernel, PlanFile, Report
 
 LIBRARIES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "vllm", "transformers")
 PREFIX = "skinny-"
+Problems = list[tuple[str, str]]
+"""What is wrong, and what to do."""
+CACHE_FIX = "set SKINNY=cache=FOLDER, or mend its permissions"
+NO_PLAN_FIX = (
+    "measure it: `python benchmarks/measure_plan.py --out DIR` in a checkout (docs/adding.md), "
+    "or opt in to a neighbour with SKINNY=neighbour=on"
+)
 
 
 def collect() -> Report:
     """Look at everything. Initialises CUDA where there is a GPU; imports every DSL and every installed skinny wheel."""
     settings, settings_problem = _settings()
     found = family.discover()
-    plans = tuple(_plans(found))
+    stored, cache_problem = _cache()
     report = Report(
         schema=1,
         python=platform.python_version(),
@@ -41,10 +50,10 @@ def collect() -> Report:
         kernels=tuple(_kernels()),
         models={p.name: p.version for p in found.packages},
         broken_models=dict(found.broken),
-        plans=plans,
-        cache=_cache(),
+        plans=tuple(_plans(found)),
+        cache=stored,
         hosts=tuple(_hosts()),
-        problems=tuple(settings_problem),
+        problems=(*settings_problem, *cache_problem),
     )
     return _with_problems(report)
 
@@ -62,7 +71,7 @@ def _versions() -> dict[str, str | None]:
     return {name: version(name) for name in (*ours, *LIBRARIES)}
 
 
-def _settings() -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def _settings() -> tuple[dict[str, Any], Problems]:
     try:
         return dataclasses.asdict(env.settings()), []
     except SettingsError as error:
@@ -109,36 +118,49 @@ def _plans(found: family.Discovery) -> list[PlanFile]:
     files = [_plan(Path(file), f"skinny-{p.name}") for p in found.packages for file in p.plan_files()]
     files += [_plan(file, "user folder") for file in sorted(env.user_plan_folder().glob("*.toml"))]
     with suppress(SettingsError):  # already reported as a problem
-        files += [_plan(Path(path).expanduser(), "SKINNY") for path in env.settings().plans]
+        files += [_plan(env.expand(path), "SKINNY") for path in env.settings().plans]
     return files
 
 
 def _plan(path: Path, origin: str) -> PlanFile:
     try:
         loaded = plan.load(path)
-    except PlanError as error:
-        said = {"what": error.what, "fix": error.fix, "file": error.file, "line": error.line}
-        return PlanFile(str(path), origin, error=said)
-    except OSError as error:
-        said = {"what": str(error), "fix": "check the path", "file": str(path), "line": 0}
-        return PlanFile(str(path), origin, error=said)
+    except (PlanError, OSError) as error:
+        return PlanFile(str(path), origin, error=output.fault(path, error))
     cells = Counter(cell.status for cell in loaded.cells)
     product = product_name(loaded.key) or loaded.key.slug
     return PlanFile(str(path), origin, loaded.family, product, loaded.digest, dict(cells))
 
 
-def _cache() -> Cache:
+def _cache() -> tuple[Cache, Problems]:
     try:
         folder, (count, size) = env.cache_folder(), cache.entries()
     except SettingsError:
         folder, count, size = Path(platformdirs.user_cache_dir("skinny", appauthor=False)), 0, 0
-    return Cache(str(folder), folder.is_dir(), _is_writable(folder), count, size)
+    exists, error = False, _write_error(folder / "kernels")
+    with suppress(OSError):  # a name that is too long, a parent that cannot be searched: in `error` already
+        exists = folder.is_dir()
+    problems = [] if error is None else [(f"{folder} is not writable: {error}", CACHE_FIX)]
+    return Cache(str(folder), exists, error is None, count, size), problems
 
 
-def _is_writable(folder: Path) -> bool:
-    """Whether a file could be made in the folder, or the folder in its nearest existing parent."""
-    existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
-    return existing is not None and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+def _write_error(folder: Path) -> str | None:
+    """Why no file can be put into the folder, or None. Tried, as permissions say little: root passes every check and
+    fails on a read-only or virtual file system.
+
+    Folders that are missing are made inside a temporary one in the nearest that exists, so that a cache which
+    another process makes at this moment is left alone. Nothing stays behind.
+    """
+    wanted = Path(os.path.normpath(folder.absolute()))
+    existing = next(p for p in (wanted, *wanted.parents) if os.path.lexists(p))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".skinny-", dir=existing) as scratch:
+            tried = Path(scratch, wanted.relative_to(existing))
+            tried.mkdir(parents=True, exist_ok=True)
+            (tried / "entry").write_bytes(b"x")
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _hosts() -> list[Host]:
@@ -167,16 +189,14 @@ def _with_problems(report: Report) -> Report:
     problems += [(f"model package {name} cannot be loaded", "reinstall it") for name in report.broken_models]
     for file in report.plans:
         if file.error:
-            line = f":{file.error['line']}" if file.error["line"] else ""
-            problems.append((f"{file.path}{line}: {file.error['what']}; the file is ignored", file.error["fix"]))
-    if not report.cache.writable:
-        problems.append((f"{report.cache.path} is not writable", "set SKINNY=cache=FOLDER, or mend its permissions"))
-    families = {file.product for file in report.plans if not file.error}
+            what = f"{output.place(file.error)}{file.error['what']}; the file is ignored"
+            problems.append((what, file.error["fix"]))
+    measured = {file.product for file in report.plans if not file.error}
     for device in report.devices:
-        if device.product not in families:
+        if (device.product or device.key) not in measured:
             near = ", ".join(device.neighbours) or "none"
             what = f"no plan for {device.name} ({device.key}); measured neighbours: {near}"
-            problems.append((what, "measure it with `skinny bench`, or opt in to a neighbour with SKINNY=neighbour=on"))
+            problems.append((what, NO_PLAN_FIX))
     if report.devices:
         problems += [
             (f"kernel {k.stem} is unavailable: {k.error}", "install skinny-core[cute]")

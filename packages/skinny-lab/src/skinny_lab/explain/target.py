@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skinny_core import device, plan
+from skinny_core import device, env, plan
 from skinny_core.device import DeviceKey
 from skinny_core.errors import SkinnyError
 from skinny_core.family import ModelPackage, discover, for_architecture
 from skinny_core.problem import MAX_M
+
+_ROWS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+"""Digits that `int` reads, which are fewer than those of `str.isdigit`, and no more than it reads."""
+_CONFIG_FIX = "give a Hugging Face config.json with an `architectures` list"
 
 
 class RequestError(SkinnyError, LookupError):
@@ -33,10 +39,10 @@ def find_model(text: str) -> Target:
 
     Raises `RequestError` naming the known configs, or what is wrong with the file.
     """
-    path = Path(text).expanduser()
-    if path.is_dir() and (path / "config.json").is_file():
+    path = env.expand(text)
+    if _is_file(path / "config.json"):
         path /= "config.json"
-    if path.is_file():
+    if _is_file(path):
         return _from_file(path)
     packages = discover().packages
     wanted = text.rpartition("/")[2].lower()
@@ -50,13 +56,26 @@ def find_model(text: str) -> Target:
     raise RequestError(f"no file and no packaged config named {text!r}", fix)
 
 
+def _is_file(path: Path) -> bool:
+    """`Path.is_file`, and False for what cannot be a path at all, such as a text that is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def _from_file(path: Path) -> Target:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        architectures = config["architectures"]
+        names = config["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{path}: not a model config ({type(error).__name__}: {error})"
-        raise RequestError(what, "give a Hugging Face config.json with an `architectures` list") from None
+        raise RequestError(what, _CONFIG_FIX) from None
+    architectures = [names] if isinstance(names, str) else names
+    if not isinstance(architectures, list) or not all(isinstance(name, str) and name for name in architectures):
+        raise RequestError(f"{path}: `architectures` is {reprlib.repr(names)}, not a list of names", _CONFIG_FIX)
+    if not architectures:
+        raise RequestError(f"{path}: `architectures` is empty", _CONFIG_FIX)
     for architecture in architectures:
         package = for_architecture(architecture)
         if package is not None:
@@ -90,11 +109,12 @@ def find_rows(text: str) -> tuple[int, ...]:
     """ "1-4,8" is (1, 2, 3, 4, 8). Raises `RequestError` for anything else or outside 1 to MAX_M."""
     rows: set[int] = set()
     for item in text.split(","):
-        first, dash, last = item.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise RequestError(f"-M {text}: cannot read {item.strip()!r}", "write rows like 1, 1-16 or 1,2,4")
-        chosen = range(int(first), int(last or first) + 1)
+        found = _ROWS.fullmatch(item.strip())
+        if found is None:
+            raise RequestError(f"-M: cannot read {reprlib.repr(item.strip())}", "write rows like 1, 1-16 or 1,2,4")
+        first, last = found[1], found[2] or found[1]
+        chosen = range(int(first), int(last) + 1)
         if not chosen or chosen[0] < 1 or chosen[-1] > MAX_M:
-            raise RequestError(f"-M {text}: rows go from 1 to {MAX_M}", "write rows like 1, 1-16 or 1,2,4")
+            raise RequestError(f"-M {found[0]}: rows go from 1 to {MAX_M}", "write rows like 1, 1-16 or 1,2,4")
         rows |= set(chosen)
     return tuple(sorted(rows))

@@ -101,10 +101,12 @@ def forget() -> None:
         vars(skinny_vllm).pop(name, None)
 
 
-def engine() -> Any:
-    config = types.SimpleNamespace(model_config=types.SimpleNamespace(dtype=torch.bfloat16))
-    config.additional_config = {}
-    return config
+class Config:
+    """The parts of a VllmConfig that an installation reads."""
+
+    def __init__(self) -> None:
+        self.model_config = types.SimpleNamespace(dtype=torch.bfloat16)
+        self.additional_config: dict[str, Any] = {}
 
 
 def load(model: Toy) -> None:
@@ -116,13 +118,13 @@ def load(model: Toy) -> None:
 def test_weights_are_promised_to_be_static(installer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(installer.dispatch, "activate", lambda package, **facts: seen.append(facts))
-    assert installer.install(Toy(), engine()) is not None
+    assert installer.install(Toy(), Config()) is not None
     assert [facts["static_weights"] for facts in seen] == [True]
 
 
 def test_a_dense_layer_is_offered(installer: Any) -> None:
     model = Toy()
-    installer.install(model, engine())
+    installer.install(model, Config())
     load(model)
     x = torch.randn(2, 32).bfloat16()
     assert torch.equal(model.up(x), torch.nn.functional.linear(x, model.up.weight))
@@ -143,10 +145,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_layer_that_changed_while_loading_keeps_its_call(
-    installer: Any, monkeypatch: pytest.MonkeyPatch, change: Any
-) -> None:
-    model, config = Toy(), engine()
+def test_a_layer_that_changed_while_loading_keeps_its_call(installer: Any, change: Any) -> None:
+    model, config = Toy(), Config()
     plugin._state = State.READY
     installation = installer.install(model, config)
     before = config.additional_config[installer.compile_key.ENTRY]
@@ -163,7 +163,7 @@ def test_a_judgement_that_fails_declines_and_the_host_goes_on(
     installer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Toy()
-    installation = installer.install(model, engine())
+    installation = installer.install(model, Config())
 
     def fail(method: Any, layer: Any) -> bool:
         raise ValueError("unknown host")
@@ -180,7 +180,7 @@ def test_a_judgement_that_fails_declines_and_the_host_goes_on(
 def test_nothing_outlives_the_model(installer: Any, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv("SKINNY", variable)
     env.settings.cache_clear()
-    model, config = Toy(), engine()
+    model, config = Toy(), Config()
     installed = installer.install(model, config)
     assert (installed is None) == (variable == "off")
     load(model)

@@ -41,7 +41,8 @@ class Found:
         if kind is nn.Linear:
             if self.weight() is None:
                 return Reason.HOOKED, "no weight among its parameters"
-            return (Reason.HOOKED, "forward was replaced on the instance") if seam.is_foreign(self.layer) else (None, "")
+            foreign = seam.is_foreign(self.layer)
+            return (Reason.HOOKED, "forward was replaced on the instance") if foreign else (None, "")
         weight = _ask(self.layer, "weight")
         packed = not isinstance(weight, torch.Tensor) or not weight.dtype.is_floating_point
         return Reason.QUANTISED if packed else Reason.HOOKED, f"class {kind.__module__}.{kind.__qualname__}"

@@ -158,7 +158,7 @@ def displaced(layer: nn.Linear, site: Site) -> Reason | None:
     return Reason.LORA if occupant is not None and "base_layer" in occupant._modules else Reason.HOOKED
 
 
-def is_foreign(layer: nn.Linear) -> bool:
+def is_foreign(layer: nn.Module) -> bool:
     """Whether somebody else replaced the `forward` of a stock layer, so that `attach` must keep away."""
     forward = None if isinstance(layer, Linear) else layer.__dict__.get("forward")
     return forward is not None and not _is_stock(forward) and not _is_accelerate(layer)
@@ -210,10 +210,8 @@ def _is_recorded() -> bool:
 def _is_overridden() -> bool:
     """Whether a function mode is active that could answer or look at the call; the default device is one that does
     not."""
-    for at in range(_function_modes()):
-        if type(torch._C._get_function_stack_at(at)) is not DeviceContext:
-            return True
-    return False
+    depth = _function_modes()
+    return depth > 0 and any(type(torch._C._get_function_stack_at(at)) is not DeviceContext for at in range(depth))
 
 
 def _count(layer: nn.Linear, site: Site, x: Tensor, reason: Reason) -> None:

@@ -214,7 +214,7 @@ def linear(
     x: [..., K]. weight: [N, K], BF16 or FP16. residual: [..., N] of x's dtype. out_dtype: x's dtype or FP32.
     Returns [..., N]; bit for bit what `F.linear` returns wherever no kernel runs, including its errors.
     """
-    index = weight.get_device() if weight.is_cuda else -1
+    index = weight.get_device()  # of another kind of device too: without CUDA such an index has no key, so no cell
     row_key = (family, weight.shape, weight.dtype, index, out_dtype, residual is None)
     row = _rows.get(row_key)
     if row is None:

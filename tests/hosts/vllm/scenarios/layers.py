@@ -234,7 +234,7 @@ def check_the_key_follows_the_layers_that_call_the_op() -> None:
     model, config, installation = loaded()
     before = config.additional_config[compile_key.ENTRY]
     model.o_proj.cpu_linear = lambda x, weight, bias: x
-    installation.decide(model.o_proj)
+    installation.decide(model.o_proj, model.o_proj.quant_method)
     installation.publish()
     assert not model.o_proj.quant_method.emits
     assert config.additional_config[compile_key.ENTRY] != before
@@ -245,7 +245,8 @@ def check_an_architecture_that_nobody_claims() -> None:
         """Claimed through its base class, until the base class is nobody's either."""
 
     config, models = make_config(), len(skinny_vllm.status().models)
-    assert installer.install(Other(False), config) is not None
+    claimed = Other(False)  # status() knows living models only
+    assert installer.install(claimed, config) is not None
     foreign = torch.nn.ModuleDict({"o_proj": L.RowParallelLinear(256, 256, bias=False)})
     assert installer.install(foreign, make_config()) is None
     assert type(foreign.o_proj.quant_method) is L.UnquantizedLinearMethod

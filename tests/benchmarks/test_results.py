@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from skinny_core import plan
+from skinny_core import kernels, plan
+from skinny_core.problem import Problem
 from skinny_lab.bench import cells, rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,3 +92,18 @@ def test_summary_by_hand() -> None:
     assert found["limit_fraction"] == {"1": 0.25}
     assert found["cells"] == {"win": 2, "refused": 0, "reported": 0}
     assert found["tpot"] == {"model": {"2": {"stock_ms": 6.0, "skinny_ms": 3.0, "runs": 1}}}
+
+
+def test_the_candidates_of_bf16_simt_hold_what_a_wide_sweep_found() -> None:
+    kernel = kernels.get("bf16_simt")
+    swept: dict[tuple[int, int, int], dict[str, float]] = {}
+    with (RESULTS / "h200" / "sweeps" / "2026-11-30-first.csv").open(encoding="utf-8") as f:
+        for row in csv.DictReader(f):
+            if "/" in row["who"]:  # ours; the second phase comes later in the file and was measured longer
+                cell = swept.setdefault((int(row["n"]), int(row["k"]), int(row["m"])), {})
+                cell[row["who"]] = float(row["p50"])
+    assert len(swept) == 30
+    for (n, k, m), times in swept.items():
+        found = [kernel.params_of(c) for c in kernel.candidates(Problem(n=n, k=k), m)]
+        names = {"/".join(str(c[p]) for p in ("threads", "rows", "chunks", "blocks_per_sm", "l2")) for c in found}
+        assert min(times[name] for name in names & set(times)) <= 1.015 * min(times.values()), (n, k, m)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skinny_core import kernels
 from skinny_core.errors import ConfigError, KernelRefusedError, KernelUnavailableError, UnknownKernelError
-from skinny_core.kernels import bf16_simt
+from skinny_core.kernels import bf16_simt, cute_objects
 from skinny_core.kernels.bf16_simt import config as predicates
 from skinny_core.kernels.bf16_simt import host
 from skinny_core.kernels.bf16_simt.config import ALLOWED, SM_REGISTERS, SimtConfig, Spec, refuses
@@ -172,7 +172,7 @@ def test_an_absent_dsl_is_a_reason_with_the_original_error(absent: str, monkeypa
     monkeypatch.setitem(sys.modules, absent, None)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, "skinny_core.kernels.bf16_simt.kernel", raising=False)
     monkeypatch.delattr(bf16_simt, "kernel", raising=False)
-    host._availability.cache_clear()
+    cute_objects.availability.cache_clear()
     try:
         ok, error = KERNEL.availability()
         assert (ok, absent in error) == (False, True), error
@@ -180,7 +180,7 @@ def test_an_absent_dsl_is_a_reason_with_the_original_error(absent: str, monkeypa
             KERNEL.compile(KERNEL.config_from(PARAMS), PROBLEM, 1, index=0, prewait=False)
         assert error in caught.value.what
     finally:
-        host._availability.cache_clear()
+        cute_objects.availability.cache_clear()
         sys.modules.pop("skinny_core.kernels.bf16_simt.kernel", None)
 
 
@@ -201,9 +201,17 @@ def test_the_cache_key_holds_everything_the_code_depends_on(change: dict[str, ob
 
     spec = Spec(SimtConfig(**PARAMS), 1, 4096, "bf16", "bf16", residual=False, pdl=True, prewait=False)
     h200, h100 = product("h200"), product("h100-sxm")
-    key = host._cache_key(spec, h200)
-    assert host._cache_key(replace(spec, **change), h200) != key  # type: ignore[arg-type]
-    assert host._cache_key(replace(spec, config=replace(spec.config, rows=1)), h200) != key
-    assert host._cache_key(spec, h100) != key
+    key = cute_objects._cache_key(host.SOURCE, spec, h200)
+    assert cute_objects._cache_key(host.SOURCE, replace(spec, **change), h200) != key  # type: ignore[arg-type]
+    assert cute_objects._cache_key(host.SOURCE, replace(spec, config=replace(spec.config, rows=1)), h200) != key
+    assert cute_objects._cache_key(host.SOURCE, spec, h100) != key
     assert "nvidia-cutlass-dsl=" in key
     assert "apache-tvm-ffi=" in key
+
+
+def test_the_cache_key_holds_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(cute_objects.cache, "source_digest", lambda *names: seen.extend(names) or "digest")
+    assert host.SOURCE.digest() == "digest"
+    folder = f"kernels/{host.STEM}"
+    assert set(seen) == {*(f"{folder}/{name}.py" for name in ("kernel", "config", "host")), "kernels/cute_objects.py"}

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from skinny_core import env, family, plan
-from skinny_core.kernels import Binary, bf16_simt
-from skinny_core.kernels.bf16_simt import host
+from skinny_core.kernels import Binary, bf16_simt, cute_objects
 from skinny_core.kernels.bf16_simt.config import SimtConfig
 from skinny_core.kernels.bf16_simt.host import KERNEL
 from skinny_core.problem import DType, Epilogue, Problem, WeightScheme
@@ -154,11 +153,11 @@ def test_a_dsl_without_something_we_use_is_a_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(nvgpu, "CopyG2ROp")
     monkeypatch.delitem(sys.modules, "skinny_core.kernels.bf16_simt.kernel", raising=False)
     monkeypatch.delattr(bf16_simt, "kernel", raising=False)
-    host._availability.cache_clear()
+    cute_objects.availability.cache_clear()
     try:
         ok, error = KERNEL.availability()
         assert not ok
         assert "CopyG2ROp" in error
     finally:
-        host._availability.cache_clear()
+        cute_objects.availability.cache_clear()
         sys.modules.pop("skinny_core.kernels.bf16_simt.kernel", None)

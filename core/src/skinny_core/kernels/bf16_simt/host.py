@@ -4,16 +4,14 @@ fine).
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skinny_core import cache, device
+from skinny_core import device
 from skinny_core.errors import KernelRefusedError, KernelUnavailableError
-from skinny_core.kernels import Binary, Launcher, operands
+from skinny_core.kernels import Binary, Launcher, cute_objects, operands
 from skinny_core.kernels.bf16_simt import config as _config
 from skinny_core.kernels.bf16_simt.config import SimtConfig, Spec
 from skinny_core.problem import Epilogue, Problem
@@ -23,14 +21,18 @@ if TYPE_CHECKING:
 
     from skinny_core.device import DeviceKey
 
-_ENTRY = "bf16_simt"
-_SOURCES = tuple(f"kernels/bf16_simt/{name}.py" for name in ("kernel", "config", "host"))
-_DISTRIBUTIONS = (
-    "nvidia-cutlass-dsl",
-    "nvidia-cutlass-dsl-libs-cu12",
-    "nvidia-cutlass-dsl-libs-cu13",
-    "apache-tvm-ffi",
-)
+STEM = "bf16_simt"
+
+
+def _arguments(_: Spec) -> tuple[Any, ...]:
+    from cutlass import Int32, Int64
+    from cutlass.cute.runtime import make_fake_stream
+
+    addresses, strides = [Int64(0)] * 4, [Int64(0)] * 4
+    return (*addresses, Int32(1), *strides, Int32(1), make_fake_stream())
+
+
+SOURCE = cute_objects.Source(STEM, (f"{STEM}/config.py", f"{STEM}/host.py"), _arguments)
 
 
 class _Launcher:
@@ -75,7 +77,7 @@ class _Launcher:
             x_stride = 0
         if x.numel() != self._m * self._k or not operands.is_aligned(x_at, w_at, x_stride, w_stride):
             raise operands.refused(
-                _ENTRY, f"x {tuple(x.shape)} or its alignment", f"M = {self._m} rows of K = {self._k}, 16-byte aligned"
+                STEM, f"x {tuple(x.shape)} or its alignment", f"M = {self._m} rows of K = {self._k}, 16-byte aligned"
             )
         function = self._wait_late if prewait else self._wait_first
         function(
@@ -96,7 +98,7 @@ class _Launcher:
 class Bf16Simt:
     """The kernel as the dispatcher, the tuner and the tests see it (`kernels.Kernel`)."""
 
-    stem = "bf16_simt"
+    stem = STEM
 
     def config_from(self, params: Mapping[str, int]) -> SimtConfig:
         """Typed config; raises `ConfigError`."""
@@ -112,7 +114,7 @@ class Bf16Simt:
 
     def availability(self) -> tuple[bool, str]:
         """Whether CuTe DSL and TVM-FFI import; else the original error."""
-        return _availability()
+        return cute_objects.availability(SOURCE)
 
     def candidates(self, problem: Problem, m: int) -> tuple[SimtConfig, ...]:
         """Configs worth racing: at most a tenth of the threads' reach past K is wasted, 2 to 10 loads of 16 bytes in
@@ -144,7 +146,7 @@ class Bf16Simt:
         why = self.refuses(config, problem, m)
         if why:
             raise KernelRefusedError(f"bf16_simt cannot run {problem} at M = {m}: {why}", "choose another config")
-        ok, error = _availability()
+        ok, error = self.availability()
         if not ok:
             raise KernelUnavailableError(f"bf16_simt needs CuTe DSL: {error}", "pip install 'skinny-core[cute]'")
         key = device.current_key(index)
@@ -158,23 +160,19 @@ class Bf16Simt:
         work.
         """
         spec = _spec(config, problem, m, pdl=key.has_pdl)
-        object_path(spec, key)
-        if prewait and spec.pdl:
-            object_path(replace(spec, prewait=True), key)
+        for each in _forms(spec, prewait=prewait):
+            cute_objects.stored(SOURCE, each, _name(each), key)
 
     def prepared(self, config: SimtConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> bool:
         """Whether the disk cache holds the machine code that `prepare` would make."""
         spec = _spec(config, problem, m, pdl=key.has_pdl)
-        specs = [spec, replace(spec, prewait=True)] if prewait and spec.pdl else [spec]
-        return all(cache.holds(_cache_name(s), _cache_key(s, key)) for s in specs)
+        return all(cute_objects.is_stored(SOURCE, s, _name(s), key) for s in _forms(spec, prewait=prewait))
 
     def cross_compile(self, config: SimtConfig, problem: Problem, m: int, arch: str, *, prewait: bool = True) -> Binary:
         """Machine code for `arch`, no device needed."""
         spec = replace(_spec(config, problem, m, pdl=True), prewait=prewait)
-        compiled = _compile(spec, arch, keep=True)
         # The two buffers of partial sums are the only shared memory.
-        shared = 2 * (config.threads // 32) * m * config.rows * 4
-        return Binary(compiled.__ptx__, compiled.__cubin__, shared)
+        return cute_objects.binary(SOURCE, spec, arch, 2 * (config.threads // 32) * m * config.rows * 4)
 
 
 KERNEL = Bf16Simt()
@@ -195,76 +193,14 @@ def _spec(config: SimtConfig, problem: Problem, m: int, *, pdl: bool) -> Spec:
     )
 
 
-@functools.cache
-def _availability() -> tuple[bool, str]:
-    try:
-        import tvm_ffi  # noqa: F401
-
-        from skinny_core.kernels.bf16_simt import kernel  # noqa: F401
-    except Exception as error:
-        return False, f"{type(error).__name__}: {error}"
-    return True, ""
+def _forms(spec: Spec, *, prewait: bool) -> tuple[Spec, ...]:
+    """The spec, and with a promise about the weight also the form that reads it before the wait."""
+    return (spec, replace(spec, prewait=True)) if prewait and spec.pdl else (spec,)
 
 
-def _compile(spec: Spec, arch: str, *, keep: bool = False) -> Any:
-    """Run the DSL compiler for `arch`."""
-    import tempfile
-
-    import cutlass.cute as cute
-    from cutlass import Int32, Int64
-    from cutlass.cute.runtime import make_fake_stream
-
-    from skinny_core.kernels.bf16_simt import kernel
-
-    addresses, strides = [Int64(0)] * 4, [Int64(0)] * 4
-    with tempfile.TemporaryDirectory(prefix="skinny-") as dump:
-        options = f"--enable-tvm-ffi --gpu-arch={arch}"
-        if keep:
-            options += f" --keep-ptx --keep-cubin --dump-dir={dump}"
-        compiled = cute.compile(
-            kernel.bf16_simt, *addresses, Int32(1), *strides, Int32(1), make_fake_stream(), spec, options=options
-        )
-        if keep:
-            # Read while the dump folder exists; the attributes are lazy in some releases.
-            _ = compiled.__ptx__, compiled.__cubin__
-    return compiled
+def _name(spec: Spec) -> str:
+    return f"{STEM}-m{spec.m}-k{spec.k}"
 
 
-def object_path(spec: Spec, key: DeviceKey) -> Path:
-    """The object file of a spec for a device key: found in the disk cache or compiled now. Touches no device."""
-
-    def write(path: Path) -> None:
-        _compile(spec, key.arch).export_to_c(object_file_path=str(path), function_name=_ENTRY)
-
-    return cache.obtain(_cache_name(spec), _cache_key(spec, key), write)
-
-
-def _cache_name(spec: Spec) -> str:
-    return f"bf16_simt-m{spec.m}-k{spec.k}"
-
-
-def _cache_key(spec: Spec, key: DeviceKey) -> str:
-    return f"{spec!r} device={key.slug} sources={cache.source_digest(*_SOURCES)} {cache.versions(*_DISTRIBUTIONS)}"
-
-
-_modules: list[Any] = []  # a loaded function does not keep its module's code mapped
-
-
-@functools.cache
 def _load(spec: Spec, index: int) -> Any:
-    """The compiled function for one device, from the disk cache where possible."""
-    import cutlass.cute as cute
-
-    key = device.current_key(index)
-    assert key is not None  # compile() has checked it
-    for attempt in (1, 2):
-        path = object_path(spec, key)
-        try:
-            module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
-            _modules.append(module)
-            return module[_ENTRY]
-        except Exception as error:
-            if attempt == 2:
-                raise
-            cache.set_aside(path, f"it does not load: {type(error).__name__}: {error}")
-    raise AssertionError("unreachable")
+    return cute_objects.load(SOURCE, spec, _name(spec), index)

@@ -109,6 +109,22 @@ def test_workers_that_cannot_start_do_not_matter(executable: str, monkeypatch: p
     warmup.prepare_in_parallel([job] * 5000, product("h200"), prewait=False, workers=2)
 
 
+def test_all_workers_run_at_once_however_long_their_shares_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other before it reads: a share sent through a pipe would block before the second starts."""
+    script = tmp_path / "worker"
+    script.write_text(
+        "#!/bin/sh\n"
+        f"touch {tmp_path}/started.$$\n"
+        f"for _ in $(seq 100); do test $(ls {tmp_path}/started.* | wc -l) = 2 && break; sleep 0.1; done\n"
+        f"test $(ls {tmp_path}/started.* | wc -l) = 2 && wc -l > {tmp_path}/read.$$\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    job = (KernelConfig.of("bf16_simt", {"threads": 128, "rows": 2, "chunks": 4}), Problem(n=4096, k=4096), 1)
+    warmup.prepare_in_parallel([job] * 5000, product("h200"), prewait=False, workers=2)
+    assert [int(path.read_text()) for path in tmp_path.glob("read.*")] == [2500, 2500]
+
+
 def test_worker_fills_the_disk_cache_without_a_gpu(tmp_path: Path, skinny: Callable[[str], None]) -> None:
     kernel = kernels.get("bf16_simt")
     ok, error = kernel.availability()

@@ -5,12 +5,12 @@ Missing machine code is made by worker processes in parallel; they see no GPU an
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -128,19 +128,18 @@ def prepare_in_parallel(
     for share in shares:
         text = "\n".join(json.dumps(encode(config, problem, m, key, prewait)) for config, problem, m in share)
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "skinny_core.compile_worker"],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, text=True,
-            )  # fmt: skip
+            # A file, not a pipe: a long share fills a pipe, and the next worker would start when this one is done.
+            with tempfile.TemporaryFile("w+", encoding="utf-8") as lines:
+                lines.write(text + "\n")
+                lines.seek(0)
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "skinny_core.compile_worker"],
+                    stdin=lines, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment,
+                )  # fmt: skip
         except OSError as error:
             dispatch.log.info("skinny: no compile worker: %s", error)
-            return
+            break
         running.append(process)
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # a worker that could not even start reads nothing
-            process.stdin.write(text + "\n")
-        with contextlib.suppress(OSError):
-            process.stdin.close()
     for process in running:
         try:
             process.wait(timeout=WORKER_SECONDS)

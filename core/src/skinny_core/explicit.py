@@ -20,27 +20,33 @@ def run(
     w: torch.Tensor,
     *,
     residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x @ w.T (+ residual)` by exactly this kernel and config, compiled now if need be.
+    """`x @ w.T` and at most one epilogue by exactly this kernel and config, compiled now if need be.
 
-    x: [..., K], w: [N, K], residual: [..., N] of x's dtype; returns [..., N] in `out_dtype` (default: x's dtype).
+    x: [..., K], w: [N, K], residual: [..., N] and bias: [N] of x's dtype; returns [..., N] in `out_dtype` (default: x's
+    dtype). gated: w holds N / 2 gate rows, then N / 2 up rows; returns silu(gate) * up, [..., N / 2]. Everything is
+    FP32 until one rounding at the end.
     Nothing is differentiated. Raises `KernelRefusedError` naming what the kernel cannot take, `KernelUnavailableError`
     without the DSL or a CUDA device, `ConfigError` and `UnknownKernelError` for a config that is none.
     """
     kernel = kernels.get(config.kernel)
     parsed = kernel.config_from(dict(config.params))
-    problem, m = _problem(config.kernel, x, w, residual, out_dtype)
+    epilogue = _epilogue(config.kernel, residual, bias, gated)
+    problem, m = _problem(config.kernel, x, w, epilogue, out_dtype)
     if why := kernel.refuses(parsed, problem, m):
         raise operands.refused(config.kernel, f"{problem} at M = {m}: {why}", "another config or shape")
     if residual is not None and residual.shape != (*x.shape[:-1], problem.n):
         raise operands.refused(config.kernel, f"a residual {tuple(residual.shape)}", f"one of [..., {problem.n}]")
     x_stride = x.shape[-1] if x.is_contiguous() else dispatch.row_stride(x, m)
     residual_stride = 0 if residual is None else dispatch.row_stride(residual, m)
+    added = bias if residual is None else residual
     if x_stride < 0 or residual_stride < 0:
         raise operands.refused(config.kernel, f"strides x {x.stride()}", "rows that one stride describes")
-    y = x.new_empty((*x.shape[:-1], problem.n), dtype=problem.output.torch)
-    operands.check(config.kernel, problem, x, w, y, residual, x_stride, problem.n, residual_stride)
+    y = x.new_empty((*x.shape[:-1], problem.outputs), dtype=problem.output.torch)
+    operands.check(config.kernel, problem, x, w, y, added, x_stride, problem.outputs, residual_stride)
     if not x.is_cuda:
         raise KernelUnavailableError(
             f"{config.kernel} needs CUDA tensors, got {x.device}", "move them to a CUDA device"
@@ -53,12 +59,20 @@ def run(
                 f"{config} is not compiled, during graph capture", "run it once before the capture"
             )
         launch = _launchers[key] = kernel.compile(parsed, problem, m, index=x.get_device(), prewait=False)
-    launch(x, w, y, residual, x_stride, problem.n, residual_stride, False)
+    launch(x, w, y, added, x_stride, problem.outputs, residual_stride, False)
     return y
 
 
+def _epilogue(stem: str, residual: torch.Tensor | None, bias: torch.Tensor | None, gated: bool) -> Epilogue:
+    asked = {Epilogue.RESIDUAL: residual is not None, Epilogue.BIAS: bias is not None, Epilogue.SILU_MUL: gated}
+    found = [epilogue for epilogue, wanted in asked.items() if wanted]
+    if len(found) > 1:
+        raise operands.refused(stem, " and ".join(e.value for e in found), "one epilogue")
+    return found[0] if found else Epilogue.NONE
+
+
 def _problem(
-    stem: str, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None, out_dtype: torch.dtype | None
+    stem: str, x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue, out_dtype: torch.dtype | None
 ) -> tuple[Problem, int]:
     activation, weight = DType.of(x.dtype), DType.of(w.dtype)
     output = activation if out_dtype is None else DType.of(out_dtype)
@@ -76,6 +90,6 @@ def _problem(
         weight=WeightScheme(weight.value),
         activation=activation,
         output=output,
-        epilogue=Epilogue.NONE if residual is None else Epilogue.RESIDUAL,
+        epilogue=epilogue,
     )
     return problem, m

@@ -49,17 +49,23 @@ class WeightScheme(str, Enum):
 
 
 class Epilogue(str, Enum):
-    """What is added before the one rounding to the output dtype."""
+    """What is done to the FP32 sums before their one rounding to the output dtype.
+
+    RESIDUAL adds a tensor like the output, BIAS adds one of N elements to every row. SILU_MUL is the gated product of
+    an MLP: the weight holds N / 2 gate rows, then N / 2 up rows; the output has N / 2 features, silu(gate) * up.
+    """
 
     NONE = "none"
     RESIDUAL = "residual"
+    BIAS = "bias"
+    SILU_MUL = "silu_mul"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One projection on one device.
 
-    n, k: output features and reduction length of the weight `[N, K]`.
+    n, k: rows and reduction length of the weight `[N, K]`.
     weight, activation, output, epilogue: storage and arithmetic around the FP32 accumulation.
     device: the key of the GPU; None while only the arithmetic matters (cross compilation).
     """
@@ -71,6 +77,16 @@ class Problem:
     output: DType = DType.BF16
     epilogue: Epilogue = Epilogue.NONE
     device: DeviceKey | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Features of the output: N, or half of it for a gated product."""
+        return self.n // 2 if self.epilogue is Epilogue.SILU_MUL else self.n
+
+    @property
+    def adds(self) -> bool:
+        """Whether a second tensor is added: a residual, or a bias as one whose rows are all the same."""
+        return self.epilogue in (Epilogue.RESIDUAL, Epilogue.BIAS)
 
     @property
     def weight_bytes(self) -> int:

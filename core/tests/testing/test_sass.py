@@ -131,6 +131,7 @@ def test_ptx_load_widths() -> None:
         ("LDGSTS.E.BYPASS.LTC128B.128", "LDGSTS.128"),
         ("LDGSTS.E.64", "LDGSTS.64"),
         ("UTMALDG.2D", "UTMALDG"),
+        ("UBLKCP.S.G", "UBLKCP"),
         ("LDGDEPBAR", None),
         ("LDS.128", None),
     ],

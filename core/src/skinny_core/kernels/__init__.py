@@ -25,7 +25,8 @@ class Launcher(Protocol):
     """A compiled kernel, ready to run on the current stream of the tensors' device. It allocates nothing.
 
     x: activation, M rows of K elements, `x_stride` elements apart. w: weight `[N, K]`, unit stride along K.
-    y: output, M rows of N elements, `y_stride` apart. residual: like y with its own stride, or None.
+    y: output, M rows of `Problem.outputs` elements, `y_stride` apart. residual: like y with its own stride; a bias of N
+    elements with stride 0; or None, as the Problem's epilogue says.
     prewait: the caller promises that no kernel before this one in the stream can still be writing `w`.
     """
 

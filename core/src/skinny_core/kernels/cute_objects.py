@@ -40,11 +40,6 @@ class Source:
     files: tuple[str, ...]
     arguments: Callable[[Any], tuple[Any, ...]]
 
-    @property
-    def module(self) -> str:
-        """Name of the module that holds the DSL code."""
-        return f"skinny_core.kernels.{self.stem}.kernel"
-
     def digest(self) -> str:
         """SHA-256 over every file that the machine code depends on."""
         own = (f"{self.stem}/kernel.py", *self.files, "cute_objects.py")
@@ -57,7 +52,7 @@ def availability(source: Source) -> tuple[bool, str]:
     try:
         import tvm_ffi  # noqa: F401
 
-        importlib.import_module(source.module)
+        _module(source)
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
     return True, ""
@@ -113,7 +108,7 @@ def _compile(source: Source, spec: Hashable, arch: str, *, keep: bool = False) -
     """Run the DSL compiler for `arch`."""
     import cutlass.cute as cute
 
-    function = getattr(importlib.import_module(source.module), source.stem)
+    function = getattr(_module(source), source.stem)
     with tempfile.TemporaryDirectory(prefix="skinny-") as dump:
         options = f"--enable-tvm-ffi --gpu-arch={arch}"
         if keep:
@@ -123,6 +118,11 @@ def _compile(source: Source, spec: Hashable, arch: str, *, keep: bool = False) -
             # Read while the dump folder exists; the attributes are lazy in some releases.
             _ = compiled.__ptx__, compiled.__cubin__
     return compiled
+
+
+def _module(source: Source) -> Any:
+    """The DSL code of a kernel."""
+    return importlib.import_module(f"skinny_core.kernels.{source.stem}.kernel")
 
 
 def _cache_key(source: Source, spec: Hashable, key: DeviceKey) -> str:

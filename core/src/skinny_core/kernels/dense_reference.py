@@ -1,4 +1,4 @@
-"""Plain torch for every kernel that computes `y = x @ w.T (+ residual)` with FP32 accumulation and one rounding."""
+"""Plain torch for every kernel that computes `y = x @ w.T` and an epilogue with FP32 accumulation and one rounding."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ def check(
 
     x [..., K] and w [N, K] are read 16 bytes at a time, so their addresses and row strides are multiples of 16 bytes
     (contiguous does not imply aligned); y and residual [..., N] may lie anywhere. Strides of a dimension of size 1 do
-    not matter.
+    not matter. `residual` is the bias `[N]` where the epilogue says so, with a row stride of 0.
     """
     import torch
 
     n, k = problem.n, problem.k
     m = x.numel() // k
-    if not (1 <= m <= MAX_M and x.shape[-1] == k and w.shape == (n, k) and y.shape == (*x.shape[:-1], n)):
+    if not (1 <= m <= MAX_M and x.shape[-1] == k and w.shape == (n, k) and y.shape == (*x.shape[:-1], problem.outputs)):
         shapes = f"shapes x {tuple(x.shape)}, w {tuple(w.shape)}, y {tuple(y.shape)}"
         raise refused(stem, shapes, f"M 1-{MAX_M} of {problem}")
     half = problem.activation.torch
@@ -46,12 +46,13 @@ def check(
         raise refused(stem, f"dtypes x {x.dtype}, w {w.dtype}, y {y.dtype}", f"the dtypes of {problem}")
     if not x.device == w.device == y.device:
         raise refused(stem, f"devices x {x.device}, w {w.device}, y {y.device}", "tensors of one device")
-    if (problem.epilogue is Epilogue.RESIDUAL) != (residual is not None):
-        raise refused(stem, "a residual" if residual is not None else "no residual", f"what {problem} says")
-    if residual is not None and (residual.shape, residual.dtype, residual.device) != (y.shape, half, x.device):
-        raise refused(
-            stem, f"residual {residual.dtype} {tuple(residual.shape)} on {residual.device}", "one like the output"
-        )
+    if problem.adds != (residual is not None):
+        missing = f"no {problem.epilogue.value}"
+        raise refused(stem, missing if residual is None else "a residual", f"what {problem} says")
+    shape = (n,) if problem.epilogue is Epilogue.BIAS else y.shape
+    if residual is not None and (residual.shape, residual.dtype, residual.device) != (shape, half, x.device):
+        what = f"{problem.epilogue.value} {residual.dtype} {tuple(residual.shape)} on {residual.device}"
+        raise refused(stem, what, f"{half} {tuple(shape)} on {x.device}")
     rows = [("x", x, x_stride), ("w", w, w.stride(0)), ("y", y, y_stride)]
     if residual is not None:
         rows.append(("residual", residual, residual_stride))

@@ -35,31 +35,46 @@ GUARD_VALUE = 12345.0
 """Not a value any test computes; BF16 stores it as 12352, so compare in the dtype of the buffer."""
 
 
-def reference(x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Float64 product `[M, N]` of the exact inputs, plus the residual."""
+def reference(
+    x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None = None, *, gated: bool = False
+) -> torch.Tensor:
+    """Float64 product `[M, N]` of the exact inputs, plus a residual `[M, N]` or bias `[N]`; gated: silu of the first
+    half of it times the second, `[M, N / 2]`."""
     ref = x.double() @ w.double().T
+    if gated:
+        gate, up = ref.chunk(2, dim=1)
+        ref = torch.nn.functional.silu(gate) * up
     return ref if residual is None else ref + residual.double()
 
 
-def rel_rmse(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None = None) -> float:
+def rel_rmse(
+    y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None = None, *, gated: bool = False
+) -> float:
     """Relative root-mean-square error of y against `reference`; NaN where y holds NaN, 0.0 where both are all zero."""
-    ref = reference(x, w, residual)
+    ref = reference(x, w, residual, gated=gated)
     error, scale = torch.linalg.vector_norm(y.double() - ref), torch.linalg.vector_norm(ref)
     return 0.0 if error == 0 else float(error / scale)
 
 
 def assert_t1(
-    y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor | None = None, *, tolerance: float = 0.0
+    y: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    tolerance: float = 0.0,
 ) -> None:
     """Shape, no NaN that the reference does not have, and `rel_rmse` within `TOLERANCE` of the dtype of y.
 
     Outputs of few elements scatter around the RMS of the rounding: below 1000 elements the bound grows by
     1 + 2 / sqrt(elements), which is 3 standard deviations of the mean square. `tolerance` replaces the bound.
     """
-    assert y.shape == (x.shape[0], w.shape[0]), f"shape {tuple(y.shape)}"
+    ref = reference(x, w, residual, gated=gated)
+    assert y.shape == ref.shape, f"shape {tuple(y.shape)}"
     bound = tolerance or TOLERANCE[y.dtype] * (1 + 2 / y.numel() ** 0.5 if y.numel() < 1000 else 1)
-    got = rel_rmse(y, x, w, residual)
-    assert got <= bound, f"rel-RMSE {got:.3e} > {bound:.3e}; {_worst(y, reference(x, w, residual))}"
+    got = rel_rmse(y, x, w, residual, gated=gated)
+    assert got <= bound, f"rel-RMSE {got:.3e} > {bound:.3e}; {_worst(y, ref)}"
 
 
 def assert_bit_equal(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ _TARGET = re.compile(r"\.target\s+(sm_\d+\w?)")
 _FLAGS = re.compile(r'\.headerflags\s+@"([^"]*)"')
 _UNDECODED = re.compile(r"Cannot decode architecture '(\w+)'", re.IGNORECASE)
 _MATRIX = re.compile(r"(HGMMA|QGMMA|IGMMA|BGMMA|HMMA|QMMA|OMMA|IMMA|UTC\w*MMA)\b.*")
+_BULK = ("UTMALDG", "UBLKCP")
 _PTX_LOAD = re.compile(r"\b(?:ld\.global(?:\.[\w:]+)*|cp\.async\.(?:c[ag]\.shared\.global|bulk\.\w)[^;]*;)")
 
 
@@ -91,7 +92,7 @@ def inspect(cubin: bytes, *, ptx: str = "") -> SassReport:
 
 
 def assert_streaming(report: SassReport, *, narrow_loads: int = 0, mma: str | None = None) -> None:
-    """The binary streams: nothing spilled, 16-byte global loads (or TMA) present, at most `narrow_loads` others.
+    """The binary streams: nothing spilled, 16-byte global loads (or bulk copies), at most `narrow_loads` others.
 
     narrow_loads: global load instructions below 128 bits that the epilogue or scalar reads may need.
     mma: required prefix of the matrix instructions ("HGMMA", "UTCHMMA", "HMMA"); not checked where SASS is not decoded.
@@ -100,7 +101,7 @@ def assert_streaming(report: SassReport, *, narrow_loads: int = 0, mma: str | No
     assert report.stack_bytes == 0, f"{where}: STACK {report.stack_bytes} bytes per thread"
     assert report.local_bytes == 0, f"{where}: LOCAL {report.local_bytes} bytes per thread"
     assert not report.spills, f"{where}: local memory is used: {dict(report.spills)}"
-    wide = {name: n for name, n in report.loads.items() if name.endswith((".128", ".256")) or name == "UTMALDG"}
+    wide = {name: n for name, n in report.loads.items() if name.endswith((".128", ".256")) or name in _BULK}
     narrow = {name: n for name, n in report.loads.items() if name not in wide}
     assert wide, f"{where}: no 128-bit global load; {dict(report.loads)}"
     assert sum(narrow.values()) <= narrow_loads, f"{where}: {sum(narrow.values())} narrow loads; {dict(report.loads)}"
@@ -124,7 +125,7 @@ def _place(report: SassReport, name: str) -> int:
 
 def _load_width(opcode: str) -> str | None:
     name, *modifiers = opcode.split(".")
-    if name == "UTMALDG":
+    if name in _BULK:
         return name
     if name not in ("LDG", "LDGSTS"):
         return None
@@ -142,6 +143,8 @@ def _ptx_loads(ptx: str) -> Counter[str]:
             if scalar:
                 loads[f"LDG.{int(scalar[1]) * int(vector[1] if vector else 1)}"] += 1
         elif text.startswith("cp.async.bulk"):
+            if text.startswith("cp.async.bulk.shared"):
+                loads["UBLKCP"] += 1
             if text.startswith("cp.async.bulk.tensor"):
                 loads["UTMALDG"] += 1
         else:

@@ -132,8 +132,8 @@ def refuses(config: SimtConfig, problem: Problem, m: int) -> str | None:
         return f"weight {problem.weight.value} with activation {problem.activation.value}: needs bf16 or fp16 for both"
     if problem.output not in (problem.activation, DType.FP32):
         return f"output {problem.output.value}: needs the activation's dtype or fp32"
-    if problem.epilogue not in (Epilogue.NONE, Epilogue.RESIDUAL):
-        return f"epilogue {problem.epilogue.value} is not implemented"
+    if problem.epilogue is Epilogue.SILU_MUL:
+        return f"epilogue {problem.epilogue.value}: gate and up rows lie in different blocks; use bf16_bulk"
     if not 1 <= m <= MAX_M:
         return f"M = {m}: needs 1 to {MAX_M}"
     if problem.k % VECTOR or not 0 < problem.k <= MAX_K:

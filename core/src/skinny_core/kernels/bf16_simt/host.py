@@ -14,7 +14,7 @@ from skinny_core.errors import KernelRefusedError, KernelUnavailableError
 from skinny_core.kernels import Binary, Launcher, cute_objects, operands
 from skinny_core.kernels.bf16_simt import config as _config
 from skinny_core.kernels.bf16_simt.config import SimtConfig, Spec
-from skinny_core.problem import Epilogue, Problem
+from skinny_core.problem import Problem
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ def _spec(config: SimtConfig, problem: Problem, m: int, *, pdl: bool) -> Spec:
         k=problem.k,
         dtype=problem.activation.value,
         output=problem.output.value,
-        residual=problem.epilogue is Epilogue.RESIDUAL,
+        residual=problem.adds,
         pdl=pdl and env.settings().pdl,
         prewait=False,
     )

@@ -93,7 +93,7 @@ class Spec:
             dtype=problem.activation,
             output=problem.output,
             even_k=problem.k % config.block_k == 0,
-            residual=problem.epilogue is Epilogue.RESIDUAL,
+            residual=problem.adds,
             pdl=pdl,
             prefetch=pdl and prefetch,
         )
@@ -139,6 +139,10 @@ def _refuses_problem(problem: Problem, m: int) -> str | None:
         return f"{problem.weight.value} weight with {problem.activation.value} activation: both must be bf16 or fp16"
     if problem.output not in (problem.activation, DType.FP32):
         return f"{problem.output.value} output: must be {problem.activation.value} or fp32"
+    if problem.epilogue is Epilogue.SILU_MUL:
+        return (
+            f"epilogue {problem.epilogue.value}: gate and up rows lie in different programs; use bf16_bulk"
+        )
     return None
 
 

@@ -33,11 +33,14 @@ def main() -> None:
     def progress(line: str) -> None:
         print(f"{time.monotonic() - begun:6.1f}s {line}", flush=True)
 
+    peers = peer_maker(arguments.peer_folder)
+    if peers.missing:
+        progress(peers.said())
     plan = model_plan.tune_models(
         package,
         arguments.models,
         arguments.rows,
-        peers=peer_maker(arguments.peer_folder),
+        peers=peers,
         progress=progress,
         commit=arguments.commit,
     )

@@ -46,7 +46,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(race, "race", timed)
     monkeypatch.setattr(contestants, "ours", lambda *args, **options: None)
     monkeypatch.setattr(tuning, "prepare_all", lambda problems: len(list(problems)))
-    monkeypatch.setattr(tuning, "check", lambda arena, problem, m, runs: dict.fromkeys(runs, 1.66e-3))
+    monkeypatch.setattr(tuning, "check", lambda arena, problem, m, runs, **options: dict.fromkeys(runs, 1.66e-3))
     return speeds
 
 
@@ -87,7 +87,7 @@ def test_a_plan_from_races(no_clock: dict[str, float], monkeypatch: pytest.Monke
 
 
 def test_wrong_results_never_get_a_time(no_clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "check", lambda arena, problem, m, runs: dict.fromkeys(runs, 1.0e-2))
+    monkeypatch.setattr(tuning, "check", lambda arena, problem, m, runs, **options: dict.fromkeys(runs, 1.0e-2))
     with pytest.raises(tuning.NumericsError, match="numerics gate"):
         tuning.measure(race.Arena(64, 64, torch.bfloat16, H200.l2_bytes), tuning.problem_of(64, 512), 1)
     shipped = [(p, c) for p, c in _shipped() if c.id == "qwen3-8b/o/M1"]

@@ -83,13 +83,16 @@ def _measure(
         contestants.BASELINE: contestants.cublas(),
         **rivals,
     }
-    errors = tuning.check(arena, problem, cell.m, runs)
+    failed: dict[str, str] = {}
+    errors = tuning.check(arena, problem, cell.m, runs, failed=failed)
+    rivals = tuning.right_rivals(rivals, errors, problem)
     if not errors[OURS] <= tuning.TOLERANCE[problem.output.torch]:
         raise tuning.NumericsError(
-            f"cell {cell.id}: rel-RMSE {errors[OURS]:.2e}, so that its speed means nothing",
+            f"cell {cell.id}: {failed.get(OURS) or f'rel-RMSE {errors[OURS]:.2e}'}, so that its speed means nothing",
             "switch it off (SKINNY=off) and report it with the output of `skinny doctor`",
         )
     out = problem.output.torch
+    runs = {name: run for name, run in runs.items() if name in rivals or name in (OURS, contestants.BASELINE)}
     for name, times in race.race(arena, cell.m, runs, rounds=rounds, out=out).items():
         yield _row(cell, name, "cold", times, environment)
     if hot:

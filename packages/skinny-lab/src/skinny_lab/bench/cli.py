@@ -57,6 +57,9 @@ def bench(
     if out is not None:
         _must_be_writable(out)
     failures: list[str] = []
+    peers = peer_maker(peer_folder)
+    if peers.missing:
+        console.print(peers.said(), style="dim", markup=False)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(chosen))
 
@@ -66,7 +69,6 @@ def bench(
         def failed(cell: Cell, error: SkinnyError) -> None:
             failures.append(f"{cell.id}: {error}")
 
-        peers = peer_maker(peer_folder)
         result = measured.run(chosen, peers=peers, hot=not cold_only, progress=step, failed=failed)
     if result:
         console.print(result_table(result))

@@ -37,6 +37,14 @@ def gpu(index: int = 0) -> Gpu:
     return Gpu(int(sm), int(memory), driver, max(0, len(pids) - 1))
 
 
+def sm_clock(index: int = 0) -> int:
+    """SM clock in MHz, quickly: through the driver's library rather than a process; 0 where `pynvml` is absent."""
+    try:
+        return int(torch.cuda.clock_rate(index))
+    except Exception:  # no pynvml, no permission, no device: the clock is a remark, never a reason to stop
+        return 0
+
+
 def environment(index: int = 0, *, commit: str = "") -> Environment:
     """Everything that describes this run, for a plan file. commit: where it is not measured in a checkout."""
     return Environment(

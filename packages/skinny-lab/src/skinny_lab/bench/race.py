@@ -70,17 +70,19 @@ def race(
     rounds: int,
     hot: bool = False,
     out: torch.dtype | None = None,
+    target_us: float = TARGET_US,
 ) -> dict[str, Times]:
     """Time every contestant at M = m in every round, starting each round one further along.
 
-    hot: one weight only, so that what fits stays in L2. Returns percentiles in microseconds per call.
+    hot: one weight only, so that what fits stays in L2. target_us: about how long one replay lasts; at least one
+    rotation of the weights. Returns percentiles in microseconds per call.
     """
     x_in = arena.activation(m)
     x = torch.empty_like(x_in)
     y = torch.empty(m, arena.n, dtype=out or arena.dtype, device="cuda")
     weights = arena.weights[:1] if hot else arena.weights
     names = ["", *contestants]
-    repeats = _repeats(arena, len(weights))
+    repeats = _repeats(arena, len(weights), target_us)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name in names:
         graphs[name] = _capture(contestants.get(name), x_in, x, weights, y, repeats)
@@ -93,10 +95,10 @@ def race(
     return {name: Times.of([value - idle for value in values]) for name, values in found.items()}
 
 
-def _repeats(arena: Arena, copies: int) -> int:
-    """Calls per graph: whole rotations, about a millisecond long."""
+def _repeats(arena: Arena, copies: int, target_us: float) -> int:
+    """Calls per graph: whole rotations that last about `target_us`."""
     guess = max(4.0, arena.n * arena.k * 2 / 4.0e6)
-    return copies * max(1, round(TARGET_US / (guess * copies)))
+    return copies * max(1, round(target_us / (guess * copies)))
 
 
 def _capture(

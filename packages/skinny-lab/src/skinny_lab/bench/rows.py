@@ -7,10 +7,10 @@ import io
 import json
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 LIMIT_TBPS = 4.60
 """Highest streaming rate seen on an H200 SXM by any kernel (LM head, M = 1), in TB/s: the ruler of `limit_fraction`."""
@@ -19,11 +19,12 @@ OURS = "skinny"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One provider at one point. kind: "cell" (us per call) or "tpot" (ms per output token).
+    """One provider at one point. kind: "cell" (us per call of a planned cell), "limit" (the same, of the race to the
+    memory's limit) or "tpot" (ms per output token).
 
-    what: "qwen3-8b/o" or a model. m: rows, or concurrency for tpot. state: "cold", "hot" or "engine". config: how it
-    was launched. status: of the plan cell, for ours. p20, p50, p80: in `unit` over `rounds`; None where no spread was
-    kept.
+    what: "qwen3-8b/o", a shape or a model. m: rows, or concurrency for tpot. state: "cold", "hot" or "engine". config:
+    how it was launched. status: of the plan cell, for ours; of kind "limit": "peer_ahead" or "". p20, p50, p80: in
+    `unit` over `rounds`; None where no spread was kept.
     """
 
     kind: str
@@ -47,33 +48,49 @@ class Row:
     date: str
 
 
+Record = TypeVar("Record")
+
+
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """Write rows atomically."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    write_text(path, text.getvalue())
+    write_table(path, Row, rows)
 
 
 def read_csv(path: Path) -> list[Row]:
     """Read rows; raises ValueError naming the file, the line and the column of a value that does not fit."""
-    rows = []
+    return read_table(path, Row)
+
+
+def write_table(path: Path, kind: type[Any], records: Iterable[Any]) -> None:
+    """Write flat dataclasses of one kind as CSV, atomically."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [f.name for f in fields(kind)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(record) for record in records)
+    write_text(path, text.getvalue())
+
+
+def read_table(path: Path, kind: type[Record]) -> list[Record]:
+    """Read what `write_table` wrote: fields of int, float, str and optional floats. Raises as `read_csv`."""
+    specs = {spec.name: _CONVERT[str(spec.type)] for spec in fields(kind)}  # type: ignore[arg-type]
+    found = []
     with path.open(encoding="utf-8", newline="") as f:
         for number, record in enumerate(csv.DictReader(f), 2):
             values: dict[str, Any] = {}
-            for spec in fields(Row):
-                convert = {"int": int, "float": float, "str": str, "float | None": _optional}[str(spec.type)]
+            for name, convert in specs.items():
                 try:
-                    values[spec.name] = convert(record[spec.name])
+                    values[name] = convert(record[name])
                 except (KeyError, TypeError, ValueError):
-                    raise ValueError(f"{path}:{number}: column {spec.name}: {record.get(spec.name)!r}") from None
-            rows.append(Row(**values))
-    return rows
+                    raise ValueError(f"{path}:{number}: column {name}: {record.get(name)!r}") from None
+            found.append(kind(**values))
+    return found
 
 
 def _optional(text: str) -> float | None:
     return float(text) if text else None
+
+
+_CONVERT: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "float | None": _optional}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -85,6 +102,11 @@ def write_text(path: Path, text: str) -> None:
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def limit_fraction(row: Row) -> float:
+    """Weight bytes (2 per element) at `LIMIT_TBPS`, over the median time: 1.0 is the memory's limit."""
+    return 2 * row.n * row.k / LIMIT_TBPS / 1e6 / row.p50
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
@@ -103,8 +125,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         ours = found.get(OURS)
         if ours is None:
             continue
-        floor_us = 2 * ours.n * ours.k / LIMIT_TBPS / 1e6
-        by_m["limit_fraction"].setdefault(m, []).append(floor_us / ours.p50)
+        by_m["limit_fraction"].setdefault(m, []).append(limit_fraction(ours))
         if "cublas" in found:
             by_m["vs_cublas"].setdefault(m, []).append(found["cublas"].p50 / ours.p50)
         peers = [r.p50 for name, r in found.items() if name not in (OURS, "cublas")]

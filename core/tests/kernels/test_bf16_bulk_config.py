@@ -20,7 +20,8 @@ from skinny_core.kernels.bf16_bulk.host import KERNEL
 from skinny_core.problem import DType, Epilogue, Problem, WeightScheme
 
 PARAMS = {
-    "rows": 32, "cols": 512, "warps": 8, "blocks_per_sm": 1, "resident": 0, "interleaved": 0, "evict_first": 0,
+    "rows": 32, "cols": 512, "warps": 8, "blocks_per_sm": 1, "resident": 0, "interleaved": 0,
+    "evict_first": 0, "trigger": 0,
 }  # fmt: skip
 PROBLEM = Problem(n=4096, k=4096)
 CONFIGS = st.builds(BulkConfig, **{name: st.sampled_from(values) for name, values in ALLOWED.items()})
@@ -63,7 +64,7 @@ def test_missing_key(missing: str) -> None:
         (replace(PROBLEM, weight=WeightScheme.FP16), {}, 1, "weight fp16 with activation bf16"),
         (replace(PROBLEM, output=DType.FP16), {}, 1, "output fp16"),
         (PROBLEM, {}, 0, "M = 0"),
-        (PROBLEM, {}, 17, "M = 17"),
+        (PROBLEM, {}, 33, "M = 33"),
         (replace(PROBLEM, k=4100), {}, 1, "K = 4100"),
         (replace(PROBLEM, k=-8), {}, 1, "K = -8"),
         (replace(PROBLEM, n=0), {}, 1, "N = 0"),
@@ -85,7 +86,7 @@ def test_refusals_say_which_number(problem: Problem, config: dict[str, int], m: 
 
 
 @given(
-    config=CONFIGS, m=st.integers(1, 16), n=st.integers(1, 400000), k=st.integers(1, 4000).map(lambda v: 8 * v),
+    config=CONFIGS, m=st.integers(1, 32), n=st.integers(1, 400000), k=st.integers(1, 4000).map(lambda v: 8 * v),
     epilogue=st.sampled_from(Epilogue), sms=st.integers(1, 200),
 )  # fmt: skip
 def test_what_is_accepted_fits_and_covers_every_output_once(

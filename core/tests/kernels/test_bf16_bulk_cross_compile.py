@@ -35,6 +35,7 @@ SPREAD: dict[str, tuple[BulkConfig, Problem, int]] = {
         2,
     ),
     "16 warps": (BulkConfig(32, 512, 16), PROBLEM, 4),
+    "everything on": (BulkConfig(32, 512, 8, 1, 1, 1, 1, 1), PROBLEM, 4),
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def _check(name: str, arch: str, *, prewait: bool) -> SassReport:
     assert ".nc" not in ptx, "the non-coherent path may return what was there before the predecessor wrote"
     assert not re.search(r"\b(atom|red|multimem)\.", ptx), "atomics would make the sum depend on the schedule"
     assert ptx.count("griddepcontrol.wait") == 2 - prewait, "the copying warp waits where nobody has promised anything"
-    assert "launch_dependents" not in ptx
+    assert ptx.count("griddepcontrol.launch_dependents") == config.trigger
     return report
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skinny_core.kernels import Binary
-from skinny_core.kernels.bf16_bulk.config import BulkConfig, Shape
+from skinny_core.kernels.bf16_bulk.config import BulkConfig, Shape, m_tiles
 from skinny_core.kernels.bf16_bulk.host import KERNEL
 from skinny_core.problem import DType, Epilogue, Problem, WeightScheme
 from skinny_core.testing import numerics
@@ -27,8 +27,8 @@ def _dsl() -> None:
 
 
 @functools.cache
-def _compiled(config: BulkConfig, problem: Problem, wide: bool, prewait: bool) -> Binary:
-    return KERNEL.cross_compile(config, problem, 16 if wide else 8, "sm_90a", prewait=prewait)
+def _compiled(config: BulkConfig, problem: Problem, tiles: int, prewait: bool) -> Binary:
+    return KERNEL.cross_compile(config, problem, 8 * tiles, "sm_90a", prewait=prewait)
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
@@ -64,7 +64,7 @@ def run(
     shared = config.shared_bytes((9, 0))
     shape = Shape.of(config, problem, m, shared, sms)
     same = Problem(n=64, k=4096, weight=problem.weight, activation=kind, output=out, epilogue=epilogue)
-    binary = _compiled(config, same, m > 8, prewait)
+    binary = _compiled(config, same, m_tiles(m), prewait)
     y = numerics.guarded_output(m, shape.outputs, out.torch, row_gap=5)
     memory = Memory()
     addresses = [
@@ -96,9 +96,11 @@ CASES: dict[str, tuple[BulkConfig, int, int, int]] = {
     "resident activation, 16 rows": (BulkConfig(16, 256, 4, 1, 1), 16, 100, 1000),
     "resident activation, two blocks an SM, three tiles": (BulkConfig(48, 256, 2, 2, 1), 2, 301, 520),
     "M 9, two blocks an SM": (BulkConfig(16, 512, 4, 2), 9, 65, 1544),
+    "M 17, three tiles of rows": (WIDE, 17, 40, 520),
+    "M 32, resident": (BulkConfig(16, 128, 4, 1, 1), 32, 40, 520),
     "16 warps": (BulkConfig(32, 512, 16), 4, 70, 1032),
     "interleaved, some blocks a group fewer": (BulkConfig(16, 256, 4, 2, 0, 1, 1), 2, 100, 520),
-    "interleaved, blocks without a row": (BulkConfig(16, 256, 4, 2, 1, 1), 2, 34, 520),
+    "interleaved, blocks without a row, trigger": (BulkConfig(16, 256, 4, 2, 1, 1, 0, 1), 2, 34, 520),
 }  # fmt: skip
 
 
@@ -142,10 +144,10 @@ def test_rows_do_not_see_each_other(fill: float) -> None:
 
 @pytest.mark.parametrize("config", [WIDE, BulkConfig(16, 128, 4, 1, 1)])
 def test_the_bits_of_a_row_do_not_depend_on_m_or_the_grid(config: BulkConfig) -> None:
-    """One order of summation for every M from 1 to 16: what batch-invariant serving needs."""
-    x, w = _data(16, 90, 1032)
+    """One order of summation for every M: what batch-invariant serving needs."""
+    x, w = _data(32, 90, 1032)
     whole = run(config, x, w, output=torch.float32)
-    for m, sms in ((1, 3), (2, 1), (8, 2), (9, 5), (15, 3)):
+    for m, sms in ((1, 3), (2, 1), (8, 2), (9, 5), (15, 3), (16, 4), (17, 1)):
         numerics.assert_bit_equal(run(config, x[:m], w, output=torch.float32, sms=sms), whole[:m])
     numerics.assert_bit_equal(run(config, x[7:8], w[50:], output=torch.float32), whole[7:8, 50:].contiguous())
 

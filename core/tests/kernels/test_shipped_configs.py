@@ -13,7 +13,7 @@ ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
 
 def _codes() -> Iterator[tuple[str, plan.Cell]]:
-    """One cell for each machine code. N is read at run time by every kernel: cells that differ in it alone share one."""
+    """One cell for each machine code. Every kernel reads N at run time: cells that differ in it alone share one."""
     seen = set()
     for package in family.discover().packages:
         for file in package.plan_files():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from skinny_core.errors import ConfigError
-from skinny_core.problem import MAX_M, DType, Epilogue, Problem, WeightScheme
+from skinny_core.problem import DType, Epilogue, Problem, WeightScheme
 
 STEM = "bf16_bulk"
 VECTOR = 8
@@ -20,6 +20,8 @@ MAX_STAGES = 48
 MIN_STAGES = 3
 BARRIER_BYTES = 2 * MAX_STAGES * 8
 """A multiple of 128, so that what follows keeps the alignment of bulk copies."""
+MAX_TOKENS = 32
+"""Rows of the activation that the code takes. Plans end at `problem.MAX_M`; beyond, it is there to be raced."""
 MAX_K = 2**24
 MAX_ROWS = 2**30
 """Row numbers are 32-bit."""
@@ -41,7 +43,8 @@ class BulkConfig:
     that multiply (one more copies). blocks_per_sm: blocks that share an SM and its shared memory. resident: 1 to keep
     the whole activation in shared memory, 0 to read each block of columns of it from L2 again for every group of rows.
     interleaved: 0 for one contiguous run of rows per block, 1 to deal groups of rows round the grid, so that all blocks
-    read from one moving window of the weight. evict_first: 1 to mark the weight as the first to leave L2.
+    read from one moving window of the weight. evict_first: 1 to mark the weight as the first to leave L2. trigger: 1 to
+    let the next kernel start once the last copy is on its way; worth it where that one is ours and reads weights early.
     """
 
     rows: int
@@ -51,6 +54,7 @@ class BulkConfig:
     resident: int = 0
     interleaved: int = 0
     evict_first: int = 0
+    trigger: int = 0
 
     @classmethod
     def from_params(cls, params: Mapping[str, int]) -> BulkConfig:
@@ -86,6 +90,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "resident": (0, 1),
     "interleaved": (0, 1),
     "evict_first": (0, 1),
+    "trigger": (0, 1),
 }
 
 
@@ -198,8 +203,8 @@ def refuses(config: BulkConfig, problem: Problem, m: int) -> str | None:
         return f"output {problem.output.value}: needs the activation's dtype or fp32"
     if problem.epilogue is Epilogue.SILU_MUL and problem.n % 2:
         return f"N = {problem.n}: a gated product has two rows for each output"
-    if not 1 <= m <= MAX_M:
-        return f"M = {m}: needs 1 to {MAX_M}"
+    if not 1 <= m <= MAX_TOKENS:
+        return f"M = {m}: needs 1 to {MAX_TOKENS}"
     if problem.k % VECTOR or not 0 < problem.k <= MAX_K:
         return f"K = {problem.k}: needs a positive multiple of {VECTOR}, at most {MAX_K}"
     if not 0 < problem.n <= MAX_ROWS:

@@ -7,7 +7,7 @@ among them and feed tensor cores, the weight as the 16-row operand.
 
 K is permuted within each run of 32 elements: lane (g, t) of a warp reads the 16 contiguous bytes of row g at 8 t.
 Weight and activation are read alike, so the sum is over the same products. The order of the sum depends on the config
-and K only: it is the same for every M from 1 to 16, every row of the weight and every grid.
+and K only: it is the same for every M, every row of the weight and every grid.
 """
 
 from __future__ import annotations
@@ -119,6 +119,9 @@ def _produce(
                 parity = parity ^ 1
             col += cols
         row += step
+    if cutlass.const_expr(spec.pdl and spec.config.trigger):
+        # What may start now still waits for all of this grid before it reads our output or writes anything.
+        cute.arch.griddepcontrol_launch_dependents()
     if issued <= stages:
         cute.arch.sync_threads()
 

@@ -107,8 +107,9 @@ def test_what_is_accepted_fits_and_covers_every_output_once(
     assert config.blocks_per_sm * (shared + 1024) <= 228 << 10
     if config.resident:
         assert shape.x_elements >= m * predicates.x_row(k)
-    # As the kernel deals them out, in 64-bit arithmetic.
-    edges = [n // parts * block // shape.grid for block in range(shape.grid + 1)]
+    # As the kernel deals them out.
+    own, longer = shape.arguments[:2]
+    edges = [block * own + min(block, longer) for block in range(shape.grid + 1)]
     assert (edges[0], edges[-1]) == (0, shape.outputs)
     sizes = {b - a for a, b in itertools.pairwise(edges)}
     assert min(sizes) >= 1

@@ -75,7 +75,7 @@ def run(
     ]
     added_stride = 0 if added is None or added.dim() == 1 else added.stride(0)
     strides = [x.stride(0), w.stride(0), y.y.stride(0), added_stride]
-    arguments = [*addresses, m, shape.outputs, k, *strides, shape.group, shape.stages, shape.x_elements, shape.grid]
+    arguments = [*addresses, m, shape.outputs, k, *strides, *shape.arguments]
     machine = Machine(binary.ptx, order=order)
     machine.run(shape.grid, 32 * (config.warps + 1), arguments, memory, dynamic_shared=shared)
     y.check()
@@ -169,8 +169,7 @@ def test_without_the_wait_the_activation_would_be_read_early() -> None:
     memory = Memory()
     addresses = [memory.add("x", _bits(x), produced=True), memory.add("w", _bits(w))]
     addresses.append(memory.add("y", np.zeros((4, 40), np.uint16)))
-    layout = [shape.group, shape.stages, shape.x_elements, shape.grid]
-    arguments = [*addresses, 0, 4, 40, 1024, x.stride(0), w.stride(0), 40, 0, *layout]
+    arguments = [*addresses, 0, 4, 40, 1024, x.stride(0), w.stride(0), 40, 0, *shape.arguments]
     machine = Machine(text.replace("griddepcontrol.wait;", ""))
     with pytest.raises(EarlyAccess, match="`x`"):
         machine.run(1, 160, arguments, memory, dynamic_shared=WIDE.shared_bytes((9, 0)))

@@ -176,6 +176,12 @@ class Shape:
     stages: int
     x_elements: int
 
+    @property
+    def arguments(self) -> tuple[int, int, int, int, int, int]:
+        """Arguments of the kernel, in its order: outputs of a block, how many blocks have one more, and the fields."""
+        own, longer = divmod(self.outputs, self.grid)
+        return own, longer, self.group, self.stages, self.x_elements, self.grid
+
     @classmethod
     def of(cls, config: BulkConfig, problem: Problem, m: int, shared_bytes: int, sm_count: int) -> Shape:
         """Outputs are dealt out evenly, and a block's into groups of equal size, so that a stage holds no more than is

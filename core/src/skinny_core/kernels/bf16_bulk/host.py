@@ -27,7 +27,7 @@ def _arguments(_: Spec) -> tuple[Any, ...]:
     from cutlass import Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
-    return (*[Int64(0)] * 4, *[Int32(1)] * 3, *[Int64(0)] * 4, *[Int32(1)] * 4, make_fake_stream())
+    return (*[Int64(0)] * 4, *[Int32(1)] * 3, *[Int64(0)] * 4, *[Int32(1)] * 6, make_fake_stream())
 
 
 SOURCE = cute_objects.Source(STEM, (f"{STEM}/config.py", f"{STEM}/host.py"), _arguments)
@@ -40,7 +40,7 @@ class _Launcher:
         import torch
 
         shape = Shape.of(spec.config, problem, m, spec.shared_bytes, sm_count)
-        self._layout = (shape.group, shape.stages, shape.x_elements, shape.grid)
+        self._layout = shape.arguments
         self._sizes = (m, shape.outputs, problem.k)
         self._index = index
         self._stream = torch._C._cuda_getCurrentRawStream

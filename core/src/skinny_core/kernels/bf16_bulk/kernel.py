@@ -381,6 +381,8 @@ def bf16_bulk_kernel(
     w_stride: Int64,
     y_stride: Int64,
     residual_stride: Int64,
+    own: Int32,
+    longer: Int32,
     group: Int32,
     stages: Int32,
     x_elements: Int32,
@@ -403,8 +405,11 @@ def bf16_bulk_kernel(
     if cutlass.const_expr(config.interleaved):
         first, last, step = block * group, n, grid * group
     else:
-        first = Int32(Int64(n) * Int64(block) // Int64(grid))
-        last = Int32(Int64(n) * Int64(block + 1) // Int64(grid))
+        # No division: the first `longer` blocks have one output more.
+        first = block * own + cutlass.min(block, longer)
+        last = first + own
+        if block < longer:
+            last += 1
         step = group
 
     if warp == config.warps:
@@ -458,6 +463,8 @@ def bf16_bulk(
     w_stride: Int64,
     y_stride: Int64,
     residual_stride: Int64,
+    own: Int32,
+    longer: Int32,
     group: Int32,
     stages: Int32,
     x_elements: Int32,
@@ -466,8 +473,7 @@ def bf16_bulk(
     spec: cutlass.Constexpr,
 ):
     """Launch on `stream`. Pointers are addresses; strides are in elements between rows; n counts
-    outputs; group, stages, x_elements
-    and grid as `config.Shape` has them.
+    outputs; own to grid are `config.Shape.arguments`.
     """
     dtype, output = DTYPES[spec.dtype], DTYPES[spec.output]
     gmem = cute.AddressSpace.gmem
@@ -483,6 +489,8 @@ def bf16_bulk(
         w_stride,
         y_stride,
         residual_stride,
+        own,
+        longer,
         group,
         stages,
         x_elements,

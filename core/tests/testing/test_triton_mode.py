@@ -47,6 +47,18 @@ def test_reports_come_back_one_by_one(tmp_path: Path) -> None:
     assert "1 failed, 3 passed, 1 skipped" in said
 
 
+def test_a_replayed_test_may_be_the_last_of_its_folder(tmp_path: Path) -> None:
+    """What a test of this process has set up for the folder is torn down before the next folder begins."""
+    (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "conftest.py").write_text("", encoding="utf-8")
+    (inner / "test_a_here.py").write_text("def test_here():\n    pass\n", encoding="utf-8")
+    (inner / "test_b_there.py").write_text(TESTS.split("@pytest")[0], encoding="utf-8")
+    (tmp_path / "test_c_next.py").write_text("def test_next():\n    pass\n", encoding="utf-8")
+    assert "3 passed" in _pytest(tmp_path)
+
+
 def test_a_dead_child_fails_what_it_owed(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (tmp_path / "test_other.py").write_text(TESTS + DYING, encoding="utf-8")

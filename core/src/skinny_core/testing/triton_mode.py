@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Replay the child's reports of a test that needs the other mode; leave every other test to pytest."""
     mode = _mode(item)
     if mode is None or mode == _current_mode():
@@ -44,6 +44,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in reports:
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # Folders that an earlier test has set up, and that this one shared with it but the next does not, end here: pytest
+    # refuses to set up the next test while they stand.
+    setup: Any = item.session
+    setup._setupstate.teardown_exact(nextitem)
     return True
 
 

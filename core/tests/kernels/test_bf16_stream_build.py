@@ -14,6 +14,7 @@ import torch
 from skinny_core import cache, env, kernels
 from skinny_core.device import product
 from skinny_core.errors import KernelRefusedError
+from skinny_core.kernels import triton_objects
 from skinny_core.kernels.bf16_stream import build, host
 from skinny_core.kernels.bf16_stream.config import Spec, StreamConfig
 from skinny_core.problem import Epilogue, Problem
@@ -31,11 +32,11 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     """An empty kernel cache of this test's own."""
     monkeypatch.setenv("SKINNY", f"cache={tmp_path}")
     env.reload()
-    build.load.cache_clear()
+    triton_objects.load.cache_clear()
     yield tmp_path / "kernels"
     monkeypatch.undo()
     env.reload()
-    build.load.cache_clear()
+    triton_objects.load.cache_clear()
 
 
 def test_the_registry_finds_it_and_triton_works_here() -> None:
@@ -67,18 +68,18 @@ def test_prepare_once_serves_every_m_and_the_next_process(cache_folder: Path) ->
 
 def test_loads_what_was_stored_and_sets_aside_what_it_cannot_read(cache_folder: Path) -> None:
     spec = Spec.of(CONFIG, PROBLEM, pdl=True, prefetch=False)
-    path = build.stored(spec, H200)
-    restored = build.load(spec, H200, 0)
-    assert restored.asm["cubin"] == build.compile_for(spec, 90)[".cubin"]
+    path = triton_objects.stored(build.SOURCE, spec, H200)
+    restored = triton_objects.load(build.SOURCE, spec, H200, 0)
+    assert restored.asm["cubin"] == triton_objects.compile_for(build.SOURCE, spec, 90)[".cubin"]
     assert restored.metadata.launch_pdl
     assert restored.metadata.num_warps == CONFIG.num_warps
-    build.load.cache_clear()
+    triton_objects.load.cache_clear()
     path.write_bytes(b"not an archive")
     path.with_suffix(".json").write_text(
         path.with_suffix(".json").read_text().replace('"sha256"', '"sha256": "", "was"'), encoding="utf-8"
     )
     with pytest.warns(RuntimeWarning, match="set aside"):
-        again = build.load(spec, H200, 0)
+        again = triton_objects.load(build.SOURCE, spec, H200, 0)
     assert again.asm["cubin"] == restored.asm["cubin"]
 
 
@@ -88,7 +89,7 @@ def test_pdl_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     env.reload()
     (spec,) = host._specs(CONFIG, PROBLEM, H200, prewait=True)
     assert not spec.pdl
-    assert "griddepcontrol" not in build.binary(spec, 90).ptx
+    assert "griddepcontrol" not in triton_objects.binary(build.SOURCE, spec, 90).ptx
 
 
 class _Recorded:
@@ -113,10 +114,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[bool, _Recorded]:
     """The two binaries that launchers of this test get, by whether they prefetch."""
     made: dict[bool, _Recorded] = {}
 
-    def load(spec: Spec, key: Any, index: int) -> _Recorded:
+    def load(source, spec: Spec, key: Any, index: int) -> _Recorded:
         return made.setdefault(spec.prefetch, _Recorded(spec))
 
-    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(triton_objects, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skinny_core.kernels import triton_objects
 from skinny_core.kernels.bf16_stream import build
 from skinny_core.kernels.bf16_stream.config import Spec, StreamConfig
 from skinny_core.problem import Problem
@@ -21,7 +22,9 @@ WIDE = StreamConfig(block_n=64, block_k=128, num_warps=4, num_stages=4)
 
 
 def _binary(config: StreamConfig, capability: int = 90) -> Any:
-    return build.binary(Spec.of(config, Problem(n=4096, k=4096), pdl=True, prefetch=True), capability)
+    return triton_objects.binary(
+        build.SOURCE, Spec.of(config, Problem(n=4096, k=4096), pdl=True, prefetch=True), capability
+    )
 
 
 @pytest.fixture(scope="module")

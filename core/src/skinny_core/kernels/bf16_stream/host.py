@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from skinny_core import device, env
 from skinny_core.errors import KernelUnavailableError
-from skinny_core.kernels import Binary, Launcher, operands
+from skinny_core.kernels import Binary, Launcher, operands, triton_objects
 from skinny_core.kernels.bf16_stream import build
 from skinny_core.kernels.bf16_stream import config as _config
 from skinny_core.kernels.bf16_stream.config import STEM, Spec, StreamConfig
@@ -42,8 +42,8 @@ class _GpuLauncher:
         # Triton's launcher drops the constants, but wants them in their places.
         self._constants = tuple(plain.constants.values())
         with torch.cuda.device(index):  # indexing by the grid loads the module on the current device
-            self._run = build.load(plain, key, index)[grid]
-            self._late = build.load(early, key, index)[grid]
+            self._run = triton_objects.load(build.SOURCE, plain, key, index)[grid]
+            self._late = triton_objects.load(build.SOURCE, early, key, index)[grid]
 
     def __call__(
         self,
@@ -167,11 +167,13 @@ class Bf16Stream:
         """Put the machine code for `key` into the disk cache; touches no device."""
         self._require(config, problem, m)
         for spec in _specs(config, problem, key, prewait=prewait):
-            build.stored(spec, key)
+            triton_objects.stored(build.SOURCE, spec, key)
 
     def prepared(self, config: StreamConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> bool:
         """Whether the disk cache holds the machine code that `prepare` would make."""
-        return all(build.is_stored(spec, key) for spec in _specs(config, problem, key, prewait=prewait))
+        return all(
+            triton_objects.is_stored(build.SOURCE, spec, key) for spec in _specs(config, problem, key, prewait=prewait)
+        )
 
     def cross_compile(
         self, config: StreamConfig, problem: Problem, m: int, arch: str, *, prewait: bool = True
@@ -179,7 +181,7 @@ class Bf16Stream:
         """Machine code for `arch` ("sm_90a", ...), no device needed."""
         self._require(config, problem, m)
         spec = Spec.of(config, problem, pdl=True, prefetch=prewait)
-        return build.binary(spec, int(arch.removeprefix("sm_").removesuffix("a")))
+        return triton_objects.binary(build.SOURCE, spec, int(arch.removeprefix("sm_").removesuffix("a")))
 
     def _require(self, config: StreamConfig, problem: Problem, m: int) -> None:
         if refusal := self.refuses(config, problem, m):

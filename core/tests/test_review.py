@@ -17,7 +17,7 @@ from torch.nn.functional import linear as torch_linear
 
 from skinny_core import cache, device, dispatch, env, errors, kernels, op, plan
 from skinny_core.device import DeviceKey
-from skinny_core.kernels import operands
+from skinny_core.kernels import cute_objects, operands
 from skinny_core.kernels.bf16_simt import config as simt_config
 from skinny_core.kernels.bf16_simt import host
 from skinny_core.problem import DType, Problem
@@ -210,13 +210,13 @@ def test_the_object_is_there_before_its_manifest(folder: Path, monkeypatch: pyte
 def test_machine_code_depends_on_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = kernels.get("bf16_simt")
     spec = host._spec(kernel.config_from({"threads": 64, "rows": 2, "chunks": 1}), Problem(n=64, k=512), 1, pdl=True)
-    before = host._cache_key(spec, device.product("h200"))
-    assert before != host._cache_key(spec, device.product("h100-sxm"))
+    before = cute_objects._cache_key(host.SOURCE, spec, device.product("h200"))
+    assert before != cute_objects._cache_key(host.SOURCE, spec, device.product("h100-sxm"))
     monkeypatch.setattr(cache, "source_digest", lambda *names: "another")
-    assert before != host._cache_key(spec, device.product("h200"))
+    assert before != cute_objects._cache_key(host.SOURCE, spec, device.product("h200"))
     monkeypatch.undo()
     monkeypatch.setattr(cache, "versions", lambda *names: "another")
-    assert before != host._cache_key(spec, device.product("h200"))
+    assert before != cute_objects._cache_key(host.SOURCE, spec, device.product("h200"))
 
 
 def test_the_compile_key_depends_on_the_ops_schema(monkeypatch: pytest.MonkeyPatch) -> None:

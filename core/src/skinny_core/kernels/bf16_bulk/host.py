@@ -30,7 +30,7 @@ def _arguments(_: Spec) -> tuple[Any, ...]:
     return (*[Int64(0)] * 4, *[Int32(1)] * 3, *[Int64(0)] * 4, *[Int32(1)] * 6, make_fake_stream())
 
 
-SOURCE = cute_objects.Source(STEM, (f"{STEM}/config.py", f"{STEM}/host.py"), _arguments)
+SOURCE = cute_objects.Source(STEM, (f"{STEM}/multiply.py", f"{STEM}/config.py", f"{STEM}/host.py"), _arguments)
 
 
 class _Launcher:

@@ -11,8 +11,16 @@ from skinny_core.problem import DType, WeightScheme
 FAMILY = "test"
 
 
-def made_up(n: int, k: int, m: int, *, config: dict[str, int] | None = None, dtype: DType = DType.BF16) -> plan.Cell:
-    """A `win` cell whose evidence is filler: it must never reach a plan file."""
+def made_up(
+    n: int,
+    k: int,
+    m: int,
+    *,
+    kernel: str = "bf16_simt",
+    config: dict[str, int] | None = None,
+    dtype: DType = DType.BF16,
+) -> plan.Cell:
+    """A `win` cell whose evidence is filler: it must never reach a plan file. config: required but for bf16_simt."""
     filler = plan.Quantiles(1.0, 1.0, 1.0)
     return plan.Cell(
         id=f"{n}x{k}/M{m}",
@@ -23,7 +31,7 @@ def made_up(n: int, k: int, m: int, *, config: dict[str, int] | None = None, dty
         activation=dtype,
         output=dtype,
         status="win",
-        kernel="bf16_simt",
+        kernel=kernel,
         # 64 threads cover 512 elements of K; a config with more chunks than K has is refused.
         config=config or {"threads": 64, "rows": 2, "chunks": min(2, -(-k // 512))},
         evidence=plan.Evidence(candidate=filler, baseline=filler, baseline_name="filler"),

@@ -201,13 +201,18 @@ def test_a_weight_written_by_the_kernel_before(gpu: DeviceKey) -> None:
         numerics.assert_bit_equal(y, expected[i % 2])
 
 
+BULK = {"rows": 16, "cols": 256, "warps": 4}
+MMA = {"warps": 4, "tiles": 2, "unroll": 2}
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(("kernel", "config"), [("bf16_simt", None), ("bf16_bulk", BULK), ("bf16_mma", MMA)])
 @torch.inference_mode()
-def test_slow_producer(gpu: DeviceKey, captured: bool) -> None:
+def test_slow_producer(gpu: DeviceKey, kernel: str, config: dict[str, int] | None, captured: bool) -> None:
     """A producer that triggers at once, waits 100 us and only then writes x; x is poisoned before every launch."""
     from skinny_core.testing.slow_producer import SlowProducer
 
-    cells.activate(gpu, cells.made_up(N, K, 2), static_weights=True)
+    cells.activate(gpu, cells.made_up(N, K, 2, kernel=kernel, config=config), static_weights=True)
     producer = SlowProducer(gpu.arch)
     x, w = _data(2)
     runs = 2000
@@ -232,7 +237,33 @@ def test_slow_producer(gpu: DeviceKey, captured: bool) -> None:
         for i in range(runs):
             once(i)
     assert wrong.item() == 0
-    assert cells.ran() == 16 + (16 if captured else runs)
+    assert cells.ran(f"kernel:{kernel}") == 16 + (16 if captured else runs)
+
+
+@torch.inference_mode()
+def test_a_chain_that_triggers_early(gpu: DeviceKey) -> None:
+    """Slow producer, then two products that let their dependents start before they end and read weights early."""
+    from skinny_core.testing.slow_producer import SlowProducer
+
+    config = BULK | {"trigger": 1}
+    cells.activate(gpu, cells.made_up(N, K, 2, kernel="bf16_bulk", config=config), static_weights=True)
+    producer = SlowProducer(gpu.arch, microseconds=20)
+    x, w = _data(2)
+    w2 = torch.randn_like(w) * K**-0.5
+    inputs = torch.randn(16, 2, K, dtype=torch.bfloat16, device="cuda")
+    expected = torch.stack([cells.linear(cells.linear(source, w), w2) for source in inputs])
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(16):
+            x.fill_(float("nan"))
+            producer(inputs[i], x)
+            y = cells.linear(cells.linear(x, w), w2)
+            wrong += (y.view(torch.int16) != expected[i].view(torch.int16)).sum()
+    for _ in range(125):
+        graph.replay()
+    assert wrong.item() == 0
+    assert cells.ran("kernel:bf16_bulk") == 64
 
 
 @torch.inference_mode()

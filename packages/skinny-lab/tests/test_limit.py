@@ -121,8 +121,9 @@ def test_entrants_are_kernels_with_a_range() -> None:
     wide = tuning.problem_of(151936, 2560)
     assert grid.configs(wide, 1) == []
     assert [str(c) for c in grid.configs(wide, 2)] == [
-        f"bf16_bulk(blocks_per_sm=1, cols={cols}, evict_first=0, interleaved=0, resident=0, rows={rows}, warps=8)"
+        f"bf16_bulk(blocks_per_sm=1, cols={cols}, evict_first=0, interleaved=0, resident=0, rows={rows}, {last})"
         for rows, cols in ((16, 512), (16, 2048), (64, 512))
+        for last in ("trigger=0, warps=8",)
     ], "64 rows of 2048 do not fit three times"
     with pytest.raises(ConfigError, match="rows is 17"):
         Entrant.parse("bf16_bulk:rows=17:cols=512:warps=8")

@@ -135,20 +135,30 @@ def _load_x(
 
 @cute.jit
 def _keep_x(x: cute.Pointer, shared: cute.Pointer, m: Int32, k: Int32, x_stride: Int64, spec: cutlass.Constexpr):
-    """Copy the activation [m, k] to shared memory, rows `spec.x_row(k)` apart; every consumer thread takes part."""
-    threads = spec.config.warps * WARP
+    """Copy the activation [m, k] to shared memory, rows `spec.x_row(k)` apart; every consumer thread takes part.
+
+    8 loads of a thread leave together, so that 4 rows of a K up to 2 * 8 elements per thread cost one latency.
+    """
+    rows, columns, turn = 4, 2, spec.config.warps * WARP * VECTOR
     tid, _, _ = cute.arch.thread_idx()
     source = cute.make_copy_atom(CopyG2ROp(), DTYPES[spec.dtype], num_bits_per_copy=128)
     target = cute.make_copy_atom(CopyUniversalOp(), DTYPES[spec.dtype], num_bits_per_copy=128)
-    frag = cute.make_rmem_tensor(VECTOR, DTYPES[spec.dtype])
+    frag = cute.make_rmem_tensor((VECTOR, columns, rows), DTYPES[spec.dtype])
     i = Int32(0)
     while i < m:
         at = tid * VECTOR
         while at < k:
-            cute.copy(source, piece(x, Int64(i) * x_stride + Int64(at)), frag)
-            cute.copy(target, frag, piece(shared, i * spec.x_row(k) + at))
-            at += threads * VECTOR
-        i += 1
+            for j in cutlass.range_constexpr(rows):
+                for c in cutlass.range_constexpr(columns):
+                    if i + j < m and at + c * turn < k:
+                        where = Int64(i + j) * x_stride + Int64(at + c * turn)
+                        cute.copy(source, piece(x, where), frag[None, c, j])
+            for j in cutlass.range_constexpr(rows):
+                for c in cutlass.range_constexpr(columns):
+                    if i + j < m and at + c * turn < k:
+                        cute.copy(target, frag[None, c, j], piece(shared, (i + j) * spec.x_row(k) + at + c * turn))
+            at += columns * turn
+        i += rows
 
 
 @cute.jit

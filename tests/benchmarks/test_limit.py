@@ -87,7 +87,6 @@ def test_limit_rows_do_not_change_the_summary_of_planned_cells() -> None:
 def test_the_same_rows_give_the_same_bytes(
     report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     rows.write_csv(tmp_path / "limit.csv", MADE_UP)
 
     def run(*more: str) -> int:

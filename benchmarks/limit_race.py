@@ -20,7 +20,7 @@ SHAPES = Path(__file__).with_name("shapes.csv")
 def main() -> int:
     """Parse, race, write; 0 when every cell is there, 3 where the budget ended the run, 1 where the device did."""
     from skinny_core import device
-    from skinny_lab.bench import limit, machine
+    from skinny_lab.bench import limit, machine, rows
     from skinny_lab.bench.limit_files import Files
     from skinny_lab.bench.peers import peer_maker
 
@@ -33,6 +33,10 @@ def main() -> int:
     try:
         entrants = tuple(limit.Entrant.parse(text) for text in given.kernels)
     except (ValueError, RuntimeError, LookupError) as error:
+        parser.error(str(error))
+    try:
+        near = limit.near(rows.read_table(given.near, limit.Tried), given.top) if given.near else {}
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     key = device.current_key()
     if key is None:
@@ -63,6 +67,7 @@ def main() -> int:
         prepare_share=given.prepare_share,
         prepare_only=given.prepare_only,
         peer_folder=given.peer_folder,
+        near=near,
     )
     cells = limit.order(shapes, given.rows)
     ended = limit.run(cells, settings, peers, key, files, say=say)
@@ -89,6 +94,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prepare-share", type=float, default=0.5, help="part of the time left for compiling, per M")
     parser.add_argument("--prepare-only", action="store_true", help="compile and try the peers, race nothing")
     parser.add_argument("--keep", type=int, default=4, help="finalists per kernel")
+    parser.add_argument("--near", type=Path, help="tried.csv of an earlier run: race only what was fastest there")
+    parser.add_argument("--top", type=int, default=3, help="with --near: configs per kernel and M")
     parser.add_argument("--rounds", type=_rounds, default=9, help="rounds of the full race, at least 7")
     parser.add_argument("--resume", type=Path, help="limit.csv of an earlier run, whose cells are kept")
     parser.add_argument("--peer-folder", type=Path, help="folder with vLLM's skinny_gemm.py")

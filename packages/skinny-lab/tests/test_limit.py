@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,39 @@ def test_the_shapes_are_the_25_and_the_tensor_parallel_ones() -> None:
     assert len([s for s in shapes if s.tp == 1]) == 25
     assert {s.tp for s in shapes} == {1, 2, 4, 8}
     assert len({s.name for s in shapes}) == len({(s.n, s.k) for s in shapes}) == len(shapes)
+
+
+def test_near_keeps_what_was_fastest_of_each_kernel_at_any_m() -> None:
+    def tried(config: str, m: int, screen: float | None, p50: float | None = None, stem: str = "bf16_bulk") -> Tried:
+        return Tried("big", 4096, 5120, m, stem, config, 1e-3, screen, p50, p50, p50, 0, "")
+
+    found = limit.near(
+        [
+            tried("a", 1, 9.0), tried("b", 1, 8.0), tried("c", 1, 7.0, 8.5), tried("d", 1, None),
+            tried("a", 8, 5.0), tried("b", 8, 6.0), tried("s", 1, 9.9, stem="bf16_simt"),
+            tried("", 1, 1.0, stem="cublas"),
+        ],
+        1,
+    )  # fmt: skip
+    assert found == {(4096, 5120): frozenset("bas")}, "c was quick alone, and slower than b in the full race"
+
+
+def test_near_limits_the_shapes_that_it_knows() -> None:
+    known, other = tuning.problem_of(4096, 5120), tuning.problem_of(2560, 4096)
+    entrants = SETTINGS.entrants
+    everything = limit.candidates(entrants, known, 2)
+    near = {(4096, 5120): frozenset({str(everything[3]), "of another M"})}
+    assert limit.candidates(entrants, known, 2, near) == [everything[3]]
+    assert limit.candidates(entrants, other, 2, near) == limit.candidates(entrants, other, 2)
+
+
+def test_a_run_near_another_races_only_that(fakes: Fakes, tmp_path: Path) -> None:
+    problem = tuning.problem_of(SHAPES[1].n, SHAPES[1].k)
+    name = str(limit.candidates(SETTINGS.entrants, problem, 1)[2])
+    settings = replace(SETTINGS, near={(SHAPES[1].n, SHAPES[1].k): frozenset({name})})
+    files = Files(tmp_path, ENVIRONMENT, {})
+    limit.run([(SHAPES[1], 1)], settings, Peers([]), H200, files, say=lambda text: None, clock=fakes.clock)
+    assert {t.config for t in files.tried if t.provider == "bf16_simt"} == {name}
 
 
 def test_entrants_are_kernels_with_a_range() -> None:

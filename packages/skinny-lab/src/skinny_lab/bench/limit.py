@@ -90,7 +90,8 @@ class Entrant:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How to race. keep: finalists per kernel. budget: seconds of the whole run. prepare_share: of what is left of the
-    budget, the part that compiling for one M may take. prepare_only: compile and try, race nothing."""
+    budget, the part that compiling for one M may take. prepare_only: compile and try, race nothing. near: (N, K) -> the
+    configs to race there, see `near`; shapes that it lacks race everything."""
 
     entrants: tuple[Entrant, ...]
     keep: int = 4
@@ -100,6 +101,7 @@ class Settings:
     prepare_share: float = 0.5
     prepare_only: bool = False
     peer_folder: Path | None = None
+    near: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +147,27 @@ class Arenas:
         return 2 * at[0] * at[1] * race.copies_for(*at, self.l2_bytes)
 
 
-def candidates(entrants: Iterable[Entrant], problem: Problem, m: int) -> list[KernelConfig]:
-    """Everything of ours that is raced at this M."""
-    return list(dict.fromkeys(config for entrant in entrants for config in entrant.configs(problem, m)))
+def candidates(
+    entrants: Iterable[Entrant], problem: Problem, m: int, near: Mapping[tuple[int, int], frozenset[str]] | None = None
+) -> list[KernelConfig]:
+    """Everything of ours that is raced at this M; of a shape in `near`, only what that names."""
+    found = dict.fromkeys(config for entrant in entrants for config in entrant.configs(problem, m))
+    chosen = (near or {}).get((problem.n, problem.k))
+    return [config for config in found if chosen is None or str(config) in chosen]
+
+
+def near(tried: Iterable[Tried], top: int) -> dict[tuple[int, int], frozenset[str]]:
+    """(N, K) -> the `top` fastest configs of each kernel at every M that an earlier run raced. What wins at one M wins
+    or nearly wins at the next, so a run over the others need not race everything again."""
+    cells: dict[tuple[int, int, int, str], list[tuple[float, str]]] = {}
+    for t in tried:
+        time = t.screen_us if t.p50 is None else t.p50
+        if time is not None and t.provider in kernels.stems():
+            cells.setdefault((t.n, t.k, t.m, t.provider), []).append((time, t.config))
+    found: dict[tuple[int, int], set[str]] = {}
+    for (n, k, _, _), times in cells.items():
+        found.setdefault((n, k), set()).update(config for _, config in sorted(times)[:top])
+    return {at: frozenset(configs) for at, configs in found.items()}
 
 
 def run(
@@ -225,7 +245,7 @@ def race_cell(
     def note(name: str, provider: str, config: str, text: str = "") -> None:
         tried[name] = Tried(shape.name, shape.n, shape.k, m, provider, config, None, None, None, None, None, 0, text)
 
-    configs = {str(c): c for c in candidates(settings.entrants, problem, m)}
+    configs = {str(c): c for c in candidates(settings.entrants, problem, m, settings.near)}
     absent = set() if all_compiled else {str(j[0]) for j in prepare.missing(_jobs(configs.values(), problem, m), key)}
     ours: dict[str, race.Run] = {}
     for name, config in configs.items():
@@ -346,7 +366,7 @@ def _prepare(
 ) -> prepare.Prepared:
     """Everything that is to be raced at M = m: compile, try; tell `peers` what not to race."""
     problems = [tuning.problem_of(s.n, s.k) for s in shapes]
-    every = [job for p in problems for job in _jobs(candidates(settings.entrants, p, m), p, m)]
+    every = [job for p in problems for job in _jobs(candidates(settings.entrants, p, m, settings.near), p, m)]
     jobs = prepare.missing(every, key)
     # Shapes of one K mostly share their machine code; a kernel whose code depends on N is left for a second wave.
     first = list({(config, replace(problem, n=1), m): (config, problem, m) for config, problem, m in jobs}.values())

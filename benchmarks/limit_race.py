@@ -84,7 +84,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kernels",
         nargs="+",
-        default=["bf16_simt:1-4", "bf16_stream", "bf16_bulk"],
+        default=["bf16_simt:1-4", "bf16_bulk", "bf16_mma", "bf16_stream"],
         help="kernels of ours, with their M or a grid of configs: bf16_simt:1-4 bf16_bulk:1-16:rows=16,32:cols=512",
     )
     parser.add_argument("--shapes", nargs="+", help="names in shapes.csv (default: all of --tp)")

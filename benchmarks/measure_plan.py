@@ -11,6 +11,7 @@ from pathlib import Path
 
 from skinny_core import family
 from skinny_lab.bench import cells, model_plan, rows
+from skinny_lab.bench.entrants import DEFAULT, Entrant
 from skinny_lab.bench.peers import peer_maker
 
 
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--package", default="qwen3", help="model package")
     parser.add_argument("--models", nargs="+", default=["qwen3-4b", "qwen3-8b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4], help="values of M")
+    parser.add_argument("--kernels", nargs="+", type=Entrant.parse, default=DEFAULT, help="as limit_race.py takes them")
     parser.add_argument("--peer-folder", type=Path, default=None, help="folder with vLLM's skinny_gemm.py")
     parser.add_argument("--commit", default="", help="commit of the sources, where they are not a checkout")
     parser.add_argument("--out", type=Path, required=True)
@@ -43,6 +45,7 @@ def main() -> None:
         peers=peers,
         progress=progress,
         commit=arguments.commit,
+        entrants=arguments.kernels,
     )
     model_plan.save(plan, arguments.out / "plan.toml")
     found = cells.planned_rows(plan)

@@ -10,8 +10,9 @@ import torch
 from typer.testing import Result
 
 from skinny_core import device, family, plan
+from skinny_core.errors import KernelUnavailableError
 from skinny_core.problem import KernelConfig
-from skinny_lab.bench import cells, contestants, decode_step, machine, model_plan, race, rows, tuning
+from skinny_lab.bench import cells, contestants, decode_step, entrants, machine, model_plan, race, rows, tuning
 
 Skinny = Callable[..., Result]
 H200 = device.product("h200")
@@ -32,7 +33,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     speeds: dict[str, float] = {"cublas": 10.0, "peer": 8.0}
 
     def timed(
-        arena: Arena, m: int, runs: Mapping[str, object], *, rounds: int, hot: bool = False, out: object = None
+        arena: Arena, m: int, runs: Mapping[str, object], *, rounds: int, hot: bool = False, **options: object
     ) -> dict[str, race.Times]:
         default = 5.0 if hot else 9.0
         times = {name: speeds.get(name, default) for name in runs}
@@ -45,7 +46,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(race, "Arena", Arena)
     monkeypatch.setattr(race, "race", timed)
     monkeypatch.setattr(contestants, "ours", lambda *args, **options: None)
-    monkeypatch.setattr(tuning, "prepare_all", lambda problems: len(list(problems)))
+    monkeypatch.setattr(tuning, "prepare_all", lambda problems, entrants: len(list(problems)))
     monkeypatch.setattr(tuning, "check", lambda arena, problem, m, runs, **options: dict.fromkeys(runs, 1.66e-3))
     return speeds
 
@@ -84,6 +85,35 @@ def test_a_plan_from_races(no_clock: dict[str, float], monkeypatch: pytest.Monke
     assert by_id["qwen3-8b/o/M1"].evidence.peer_ahead == "peer"
     assert by_id["qwen3-8b/o/M1"].used_by == ("qwen3-8b/o",)
     assert len(said) == 1 + 10 + 5
+
+
+def test_every_kernel_of_ours_races(no_clock: dict[str, float]) -> None:
+    """At M = 4 all, at M = 8 those that do not depend on FMA units; the fastest in the made-up race is kept."""
+    arena = race.Arena(4096, 4096, torch.bfloat16, H200.l2_bytes)
+    for m, stems in (
+        (4, {"bf16_simt", "bf16_bulk", "bf16_mma", "bf16_stream"}),
+        (8, {"bf16_bulk", "bf16_mma", "bf16_stream"}),
+    ):
+        raced = entrants.candidates(entrants.DEFAULT, tuning.problem_of(4096, 4096), m)
+        assert {config.kernel for config in raced} == stems
+        fast = next(config for config in raced if config.kernel == "bf16_mma")
+        no_clock[str(fast)] = 3.0
+        found = tuning.measure(arena, tuning.problem_of(4096, 4096), m)
+        assert (found.config, found.tried) == (fast, len(raced))
+
+
+def test_a_kernel_that_is_not_available_leaves_the_race_to_the_others(
+    no_clock: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ours(config: KernelConfig, *args: object, **options: object) -> None:
+        if config.kernel != "bf16_stream":
+            raise KernelUnavailableError(f"{config.kernel} needs CuTe DSL: absent", "install it")
+
+    monkeypatch.setattr(contestants, "ours", ours)
+    arena = race.Arena(4096, 4096, torch.bfloat16, H200.l2_bytes)
+    assert tuning.measure(arena, tuning.problem_of(4096, 4096), 2).config.kernel == "bf16_stream"
+    with pytest.raises(tuning.NumericsError, match="needs CuTe DSL: absent"):
+        tuning.measure(arena, tuning.problem_of(4096, 4096), 2, [entrants.Entrant("bf16_bulk")])
 
 
 def test_wrong_results_never_get_a_time(no_clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:

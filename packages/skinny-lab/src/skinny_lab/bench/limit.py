@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import gc
 import itertools
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +20,10 @@ import torch
 from skinny_core import kernels
 from skinny_core.device import DeviceKey
 from skinny_core.plan import Environment
-from skinny_core.problem import MAX_M, KernelConfig, Problem
+from skinny_core.problem import KernelConfig, Problem
 from skinny_core.testing.numerics import TOLERANCE
 from skinny_lab.bench import contestants, machine, prepare, race, tuning
+from skinny_lab.bench.entrants import Entrant, candidates
 from skinny_lab.bench.limit_files import Files, Tried
 from skinny_lab.bench.peers import Peers
 from skinny_lab.bench.rows import OURS, Row, limit_fraction
@@ -42,49 +42,6 @@ class Shape:
     tp: int
     n: int
     k: int
-
-
-@dataclass(frozen=True, slots=True)
-class Entrant:
-    """A kernel of ours and the M it is raced at, both ends included. grid: config keys and their values, of which every
-    combination is raced that the kernel does not refuse; without one, the kernel's own candidates."""
-
-    stem: str
-    low: int = 1
-    high: int = MAX_M
-    grid: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> Entrant:
-        """From "bf16_stream", "bf16_simt:1-4" or "bf16_bulk:1-16:rows=16,32:cols=512"; raises ValueError,
-        `UnknownKernelError`, `ConfigError`."""
-        found = re.fullmatch(r"(\w+)(?::(\d+)-(\d+))?((?::\w+=\d+(?:,\d+)*)*)", text)
-        if found is None:
-            raise ValueError(f"{text!r}: write a kernel, with its M or a grid of configs: bf16_bulk:1-4:rows=16,32")
-        kernel = kernels.get(found[1])
-        keys = [key.split("=") for key in found[4].split(":")[1:]]
-        grid = tuple((key, tuple(map(int, values.split(",")))) for key, values in keys)
-        entrant = cls(found[1], int(found[2] or 1), int(found[3] or MAX_M), grid)
-        for params in entrant.combinations():
-            kernel.config_from(params)
-        return entrant
-
-    def combinations(self) -> list[dict[str, int]]:
-        """Every combination of the grid's values, none without a grid."""
-        names = [name for name, _ in self.grid]
-        product = itertools.product(*(values for _, values in self.grid))
-        return [dict(zip(names, values, strict=True)) for values in product] if self.grid else []
-
-    def configs(self, problem: Problem, m: int) -> list[KernelConfig]:
-        """What to race for a problem at M = m."""
-        if not self.low <= m <= self.high:
-            return []
-        kernel = kernels.get(self.stem)
-        typed = [kernel.config_from(params) for params in self.combinations()]
-        chosen = (
-            [c for c in typed if kernel.refuses(c, problem, m) is None] if self.grid else kernel.candidates(problem, m)
-        )
-        return [KernelConfig.of(self.stem, kernel.params_of(config)) for config in chosen]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +102,6 @@ class Arenas:
 
     def _bytes(self, at: tuple[int, int]) -> int:
         return 2 * at[0] * at[1] * race.copies_for(*at, self.l2_bytes)
-
-
-def candidates(
-    entrants: Iterable[Entrant], problem: Problem, m: int, near: Mapping[tuple[int, int], frozenset[str]] | None = None
-) -> list[KernelConfig]:
-    """Everything of ours that is raced at this M; of a shape in `near`, only what that names."""
-    found = dict.fromkeys(config for entrant in entrants for config in entrant.configs(problem, m))
-    chosen = (near or {}).get((problem.n, problem.k))
-    return [config for config in found if chosen is None or str(config) in chosen]
 
 
 def near(tried: Iterable[Tried], top: int) -> dict[tuple[int, int], frozenset[str]]:

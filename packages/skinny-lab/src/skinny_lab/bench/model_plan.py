@@ -14,6 +14,7 @@ from skinny_core.kernels import get
 from skinny_core.plan import Cell, Plan
 from skinny_core.problem import DType, KernelConfig, Problem
 from skinny_lab.bench import contestants, decode_step, machine, race, tuning
+from skinny_lab.bench.entrants import DEFAULT, Entrant
 
 Progress = Callable[[str], None]
 
@@ -26,6 +27,7 @@ def tune_models(
     peers: tuning.PeerMaker | None,
     progress: Progress,
     commit: str = "",
+    entrants: Sequence[Entrant] = DEFAULT,
 ) -> Plan:
     """A plan for the fused projections of named configs at TP 1 on the current device, every (N, K) measured once.
 
@@ -40,13 +42,13 @@ def tune_models(
             if not projection.part_of:
                 shapes.setdefault((projection.n, projection.k), []).append((name, projection))
     ms = tuple(ms)
-    count = tuning.prepare_all((tuning.problem_of(n, k), m) for n, k in shapes for m in ms)
+    count = tuning.prepare_all(((tuning.problem_of(n, k), m) for n, k in shapes for m in ms), entrants)
     progress(f"compiled {count} candidates")
     found: list[tuple[tuning.Measured, list[tuple[str, Projection]]]] = []
     for (n, k), users in shapes.items():
         arena = race.Arena(n, k, torch.bfloat16, key.l2_bytes)
         for m in ms:
-            measured = tuning.measure(arena, tuning.problem_of(n, k), m, peers=peers)
+            measured = tuning.measure(arena, tuning.problem_of(n, k), m, entrants, peers=peers)
             found.append((measured, users))
             progress(_line(users, measured))
         del arena

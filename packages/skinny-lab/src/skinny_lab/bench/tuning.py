@@ -11,20 +11,22 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from skinny_core import device, kernels
+from skinny_core import device
 from skinny_core.errors import SkinnyError
-from skinny_core.kernels import Kernel
 from skinny_core.plan import Cell, Evidence, Quantiles
 from skinny_core.problem import DType, KernelConfig, Problem, WeightScheme
 from skinny_core.testing.numerics import TOLERANCE, reference
 from skinny_lab.bench import contestants, race
+from skinny_lab.bench.entrants import DEFAULT, Entrant, candidates
 from skinny_lab.bench.machine import gpu
 
 COLD_GAIN = 1.05
 HOT_GAIN = 1.03
 HOT_GAIN_FROM_M3 = 1.0
-FINALISTS = 4
+FINALISTS = 6
 SHORT_ROUNDS, LONG_ROUNDS = 3, 15
+SHORT_US = 300.0
+"""About how long one replay of the short race lasts: it only has to find the finalists among a hundred or more."""
 PEER_FACTOR = 2.0
 """A peer may round partial sums to BF16 once more (2.35e-3); one lost element of K = 25600 gives 5.2e-3."""
 
@@ -60,39 +62,40 @@ def measure(
     arena: race.Arena,
     problem: Problem,
     m: int,
-    stems: Iterable[str] = ("bf16_simt",),
+    entrants: Iterable[Entrant] = DEFAULT,
     *,
     peers: PeerMaker | None = None,
     configs: Iterable[KernelConfig] | None = None,
 ) -> Measured:
-    """Race every candidate (or just `configs`) of the named kernels with cuBLAS and the peers at M = m.
+    """Race every candidate of the entrants (or just `configs`) with cuBLAS and the peers at M = m.
 
     Raises `NumericsError` where no candidate gives right results.
     """
     before = gpu().sm_mhz
-    if configs is None:
-        configs = [
-            KernelConfig.of(stem, kernel.params_of(config))
-            for stem in stems
-            for kernel in [kernels.get(stem)]
-            for config in kernel.candidates(problem, m)
-        ]
-    runs = {str(c): contestants.ours(c, problem, m) for c in configs}
+    configs = candidates(entrants, problem, m) if configs is None else list(configs)
+    runs: dict[str, race.Run] = {}
+    failed: dict[str, str] = {}
+    for config in configs:
+        try:
+            runs[str(config)] = contestants.ours(config, problem, m)
+        except SkinnyError as error:  # one kernel without its DSL: the others can still race
+            failed[str(config)] = str(error)
     by_name = {str(c): c for c in configs}
     base = contestants.BASELINE
     rivals = {base: contestants.cublas(), **(dict(peers(problem, m)) if peers else {})}
-    failed: dict[str, str] = {}
     errors = check(arena, problem, m, {**runs, **rivals}, failed=failed)
     right = {name: run for name, run in runs.items() if errors[name] <= TOLERANCE[problem.output.torch]}
     if not right:
         raise NumericsError(
-            f"{problem} at M = {m}: none of {len(runs)} candidates passes the numerics gate"
+            f"{problem} at M = {m}: none of {len(configs)} candidates passes the numerics gate"
             + "".join(f"; {name}: {why}" for name, why in list(failed.items())[:1]),
             "run `python3 -m tests.gpu.run --arch sm90`: a kernel, the driver or the DSL is broken here",
         )
     rivals = right_rivals(rivals, errors, problem)
-    short = race.race(arena, m, {**right, **rivals}, rounds=SHORT_ROUNDS) if len(right) > FINALISTS else None
-    finalists = sorted(right, key=lambda name: short[name].p50)[:FINALISTS] if short else list(right)
+    finalists = list(right)
+    if len(right) > FINALISTS:
+        short = race.race(arena, m, right, rounds=SHORT_ROUNDS, target_us=SHORT_US)
+        finalists = sorted(right, key=lambda name: short[name].p50)[:FINALISTS]
     cold = race.race(arena, m, {**{n: right[n] for n in finalists}, **rivals}, rounds=LONG_ROUNDS)
     hot = race.race(arena, m, {**{n: right[n] for n in finalists}, base: rivals[base]}, rounds=LONG_ROUNDS, hot=True)
     best = choose(finalists, cold, hot, m)
@@ -191,7 +194,7 @@ def right_rivals(rivals: Mapping[str, race.Run], errors: Mapping[str, float], pr
     return {name: run for name, run in rivals.items() if name == contestants.BASELINE or errors[name] <= limit}
 
 
-def prepare_all(problems: Iterable[tuple[Problem, int]], stems: Iterable[str] = ("bf16_simt",)) -> int:
+def prepare_all(problems: Iterable[tuple[Problem, int]], entrants: Sequence[Entrant] = DEFAULT) -> int:
     """Compile the candidates of many races at once, in parallel worker processes; returns how many configs there
     are.
     """
@@ -202,12 +205,9 @@ def prepare_all(problems: Iterable[tuple[Problem, int]], stems: Iterable[str] = 
         return 0
     jobs: dict[tuple[KernelConfig, Problem, int], tuple[KernelConfig, Problem, int]] = {}
     for problem, m in problems:
-        for stem in stems:
-            kernel: Kernel = kernels.get(stem)
-            for candidate in kernel.candidates(problem, m):
-                config = KernelConfig.of(stem, kernel.params_of(candidate))
-                # N is a run-time argument of every kernel, so that shapes of one K share their machine code.
-                jobs.setdefault((config, replace(problem, n=1), m), (config, problem, m))
+        for config in candidates(entrants, problem, m):
+            # N is a run-time argument of every kernel, so that shapes of one K share their machine code.
+            jobs.setdefault((config, replace(problem, n=1), m), (config, problem, m))
     warmup.prepare_in_parallel(list(jobs.values()), key, prewait=True)
     return len(jobs)
 

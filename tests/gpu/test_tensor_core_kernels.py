@@ -102,6 +102,17 @@ def test_dtypes_and_epilogues(gpu: DeviceKey, config: KernelConfig, dtype: torch
 
 
 @each
+@pytest.mark.parametrize("k", [9728, 25600])
+def test_fp32_output_over_a_long_k(gpu: DeviceKey, config: KernelConfig, k: int) -> None:
+    """Tensor cores truncate at every one of K / 16 additions; the sum over a warp's share has to stay within 5e-6."""
+    x, w = _data(2, 520, k)
+    if _takes(config, Problem(n=520, k=k, output=DType.FP32, device=gpu), 2):
+        numerics.assert_t1(explicit.run(config, x, w, out_dtype=torch.float32), x, w)
+    else:
+        assert config.kernel == "bf16_bulk", "only an activation kept in shared memory limits K"
+
+
+@each
 @pytest.mark.parametrize("pad", [8, 64])
 def test_row_strides_are_read_at_call_time(gpu: DeviceKey, config: KernelConfig, pad: int) -> None:
     """The pads hold NaN, so a wrong stride cannot pass."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,38 @@ def test_architectures(install: Path) -> None:
 )
 def test_patterns(path: str, matches: bool) -> None:
     assert Projection("qkv", ("*.self_attn.qkv_proj", "lm_head"), 6144, 4096, 36).matches(path) is matches
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Folder of an importable module `skinny_laidout` that nobody installed, with one named config."""
+    folder = tmp_path / "skinny_laidout"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "configs.toml").write_text('["small-1.5"]\nhidden_size = 64\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder
+    sys.modules.pop("skinny_laidout", None)
+
+
+def test_a_packaged_declaration_follows_from_the_module(wheel: Path) -> None:
+    package = family.packaged("skinny_laidout", ("LaidOutForCausalLM",), lambda config, tp: ())
+    assert (package.name, package.parity, package.version) == ("laidout", "skinny_laidout.parity", "0+unknown")
+    assert package.architectures == ("LaidOutForCausalLM",)
+    assert package.configs == {"small-1.5": {"hidden_size": 64}}
+
+
+def test_plan_files_are_the_packaged_toml_files(wheel: Path) -> None:
+    package = family.packaged("skinny_laidout", (), lambda config, tp: ())
+    assert package.plan_files() == (), "no plan folder is no error"
+    (wheel / "plans").mkdir()
+    for name in ("b.toml", "a.toml", "notes.md"):
+        (wheel / "plans" / name).touch()
+    assert [p.name for p in package.plan_files()] == ["a.toml", "b.toml"]
+
+
+def test_the_version_is_that_of_the_wheel(wheel: Path) -> None:
+    info = wheel.parent / "skinny_laidout-3.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: skinny-laidout\nVersion: 3.2\n")
+    assert family.packaged("skinny_laidout", (), lambda config, tp: ()).version == "3.2"

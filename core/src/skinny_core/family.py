@@ -5,15 +5,19 @@ A package says which projections a model has and which plan files it ships; it r
 
 from __future__ import annotations
 
+import tomllib
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 GROUP = "skinny.models"
+Projections = Callable[[Mapping[str, Any], int], "tuple[Projection, ...]"]
+"""(config, tp) -> the projections of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,30 @@ class ModelPackage:
     version: str
     architectures: tuple[str, ...]
     configs: Mapping[str, Mapping[str, Any]]
-    projections: Callable[[Mapping[str, Any], int], tuple[Projection, ...]]
+    projections: Projections
     plan_files: Callable[[], tuple[Path, ...]]
     parity: str = ""
+
+
+def packaged(module: str, architectures: tuple[str, ...], projections: Projections) -> ModelPackage:
+    """The declaration of a wheel laid out as this project's are: module "skinny_qwen3" of wheel "skinny-qwen3" is
+    family "qwen3", with `configs.toml`, `plans/*.toml` (none, or no such folder, is no error) and `parity.py` in it.
+
+    Reads `configs.toml`; plans are looked for at each call of `plan_files`, in name order."""
+    folder = Path(str(files(module)))
+    try:
+        found = version(module.replace("_", "-"))
+    except PackageNotFoundError:  # run from a source tree that nobody installed
+        found = "0+unknown"
+    return ModelPackage(
+        name=module.removeprefix("skinny_"),
+        version=found,
+        architectures=architectures,
+        configs=tomllib.loads((folder / "configs.toml").read_text(encoding="utf-8")),
+        projections=projections,
+        plan_files=lambda: tuple(sorted((folder / "plans").glob("*.toml"))),
+        parity=f"{module}.parity",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,12 +120,12 @@ def build(family: str, package: ModelPackage | None, settings: env.Settings) -> 
 
 
 def offer(table: Table, key: DeviceKey | None) -> str:
-    """One line that offers a neighbour's plan, or "" where there is an exact one or nothing to offer."""
+    """One line that offers a neighbour's plan, or says that there is none; "" where there is an exact one."""
     if key is None or table.plans_for(key):
         return ""
     near = sorted({s.plan.product for s in table.sources if s.plan.key.capability == key.capability})
     if not near:
-        return ""
+        return f"no plan of {table.family} for {key}: the original calls run; to measure one, see docs/adding.md"
     names = ", ".join(near)
     return f"no plan for {key}; measured on {names}: try it with SKINNY=neighbour=on, or measure (docs/adding.md)"
 

@@ -131,6 +131,21 @@ def test_a_dense_layer_is_offered(installer: Any) -> None:
     assert [m.layers for m in skinny_vllm.status().models] == [2]
 
 
+@pytest.mark.parametrize(
+    ("stated", "claimed"), [(["Mistral"], False), (["Toy"], True), (["Mistral", "Toy"], True), ([], True), (None, True)]
+)
+def test_a_class_speaks_only_for_a_model_that_states_no_architecture(
+    installer: Any, stated: list[str] | None, claimed: bool
+) -> None:
+    """vLLM's Mistral derives from its Llama class, and says in its config what it is."""
+
+    class Derived(Toy):
+        config = types.SimpleNamespace(architectures=stated)
+
+    found = installer.claimed_by(Derived())
+    assert (found is not None and found.name == "toy") == claimed
+
+
 def replaced(value: torch.Tensor) -> Any:
     return lambda layer: setattr(layer, "weight", torch.nn.Parameter(value, requires_grad=False))
 

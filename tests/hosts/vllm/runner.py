@@ -47,6 +47,7 @@ QWEN3 = {
 MODELS: dict[str, dict[str, Any]] = {
     "tied": QWEN3,
     "single": {**QWEN3, "num_hidden_layers": 1, "tie_word_embeddings": False},
+    "llama": {**QWEN3, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
 }
 
 

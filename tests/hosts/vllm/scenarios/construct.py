@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 import skinny_vllm
 from skinny_core import dispatch, env
 from skinny_core.rules import Reason
+from skinny_llama31.package import PACKAGE
 from skinny_vllm import compile_key, installer
 from skinny_vllm.report import State
 
@@ -74,6 +75,25 @@ def check_the_seam_installs_before_weights(config: Any) -> None:
     assert not replaced(model)
     assert config.additional_config == {}
     assert config.compute_hash() != keyed
+
+
+def check_a_llama_is_claimed_and_has_the_shapes_that_its_package_lists(_: Any) -> None:
+    config = make_config("llama")
+    content = config.model_config.hf_config
+    for biases in ((), ("attention_bias",), ("mlp_bias",), ("attention_bias", "mlp_bias")):
+        for key in ("attention_bias", "mlp_bias"):
+            setattr(content, key, key in biases)
+        model = build(config)
+        status = skinny_vllm.status().models[-1]
+        skipped = {Reason.BIAS.value: 4 * len(biases)} if biases else {}
+        assert (status.package, status.layers, status.skipped) == ("llama31", 9 - 4 * len(biases), skipped), status
+        listed = [p for p in PACKAGE.projections(content.to_dict(), 1) if not p.part_of]
+        paths = replaced(model)
+        assert sum(p.calls for p in listed) == len(paths)
+        for path in paths:
+            (shape,) = [(p.n, p.k) for p in listed if p.matches(path)]
+            assert shape == tuple(model.get_submodule(path).weight.shape), path
+        assert skinny_vllm.uninstall(model) == len(paths)
 
 
 def check_hashes_are_equal_between_processes_and_runs(config: Any) -> None:

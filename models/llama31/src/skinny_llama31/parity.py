@@ -1,0 +1,20 @@
+"""Does the model give the same results with skinny as without? Per projection against float64, and as greedy tokens.
+
+report = check_model(model)                   # any Transformers Llama, on the CPU (fallback) or a GPU (kernels)
+report = check_config("llama-3.1-8b")         # random weights of that model's shapes, one projection at a time
+python -m skinny_llama31.parity llama-3.1-8b  # the latter as a command; exit code 1 if anything differs
+"""
+
+from __future__ import annotations
+
+import sys
+
+import skinny_transformers
+from skinny_core.testing.parity import Parity
+from skinny_llama31.package import PACKAGE
+
+_CHECKS = Parity(PACKAGE, skinny_transformers)
+check_model, check_config, main = _CHECKS.check_model, _CHECKS.check_config, _CHECKS.main
+
+if __name__ == "__main__":
+    sys.exit(main())

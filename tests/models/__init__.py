@@ -1,0 +1,1 @@
+"""What every model package promises, asked of each that is in the workspace."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import Result
 
 from skinny_core import device, family, plan
 from skinny_core.errors import KernelUnavailableError
-from skinny_core.problem import KernelConfig
+from skinny_core.problem import DType, KernelConfig
 from skinny_lab.bench import cells, contestants, decode_step, entrants, machine, model_plan, race, rows, tuning
 
 Skinny = Callable[..., Result]
@@ -100,6 +101,19 @@ def test_every_kernel_of_ours_races(no_clock: dict[str, float]) -> None:
         no_clock[str(fast)] = 3.0
         found = tuning.measure(arena, tuning.problem_of(4096, 4096), m)
         assert (found.config, found.tried) == (fast, len(raced))
+
+
+def test_an_fp32_output_is_raced_into_an_fp32_tensor(
+    no_clock: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[object] = []
+    timed = race.race
+    monkeypatch.setattr(tuning, "check", lambda arena, problem, m, runs, **options: dict.fromkeys(runs, 1e-6))
+    monkeypatch.setattr(race, "race", lambda *a, out, **options: written.append(out) or timed(*a, out=out, **options))
+    arena = race.Arena(4096, 4096, torch.bfloat16, H200.l2_bytes)
+    tuning.measure(arena, replace(tuning.problem_of(4096, 4096), output=DType.FP32), 1)
+    assert set(written) == {torch.float32}
+    assert len(written) == 3
 
 
 def test_a_kernel_that_is_not_available_leaves_the_race_to_the_others(

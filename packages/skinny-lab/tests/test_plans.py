@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from skinny_core import plan
+from skinny_core import kernels, plan
 
 Skinny = Callable[..., Result]
 TEXT = """\
@@ -142,6 +142,98 @@ def test_the_place_of_a_fault_is_shown_once(skinny: Skinny, file: Path, kind: st
 def test_a_missing_file_is_named(skinny: Skinny, tmp_path: Path) -> None:
     assert "gone.toml" in skinny("plans", "check", str(tmp_path / "gone.toml"), "--json").stdout
     assert skinny("plans", "seal", str(tmp_path / "gone.toml")).exit_code == 2
+
+
+def _win(
+    m: int, p50: float, config: str = "chunks = 4", k: int = 4096, status: str = "win", spread: float = 0.1
+) -> str:
+    """The text of a cell of [4096, k] that takes p50 us where cuBLAS takes 20, cold and hot."""
+    time, base = (f"{{ p20 = {t - spread}, p50 = {t}, p80 = {t + spread} }}" for t in (p50, 20.0))
+    return f"""
+[[cell]]
+id = "o{k}/M{m}"
+n = 4096
+k = {k}
+m = {m}
+status = "{status}"
+why = "told"
+kernel = "bf16_simt"
+config = {{ threads = 128, rows = 2, {config} }}
+
+[cell.evidence]
+baseline_name = "cublas"
+candidate = {time}
+baseline = {base}
+candidate_hot = {time}
+baseline_hot = {base}
+rounds = 15
+rel_rmse = 1.66e-3
+in_model_us = -1.0
+"""
+
+
+def _check(skinny: Skinny, path: Path, *cells: str) -> list[dict[str, str]]:
+    """Faults of a sealed file with these cells."""
+    path.write_text(TEXT.partition("[[cell]]")[0] + "".join(cells))
+    assert skinny("plans", "seal", str(path)).exit_code == 0
+    result = skinny("plans", "check", str(path), "--json")
+    (entry,) = json.loads(result.stdout)["files"]
+    assert result.exit_code == bool(entry["faults"])
+    assert entry["error"] == (entry["faults"][0] if entry["faults"] else None)
+    found: list[dict[str, str]] = entry["faults"]
+    return found
+
+
+def test_a_win_that_is_slower_than_a_larger_m_is_a_fault(skinny: Skinny, file: Path) -> None:
+    (fault,) = _check(
+        skinny, file, _win(1, 8.0), _win(2, 10.0), _win(3, 9.5, "chunks = 2"), _win(4, 9.0, "chunks = 1")
+    )[1:]
+    assert "o4096/M3: 9.5 us at M = 3, yet o4096/M4 takes 9.0 us at M = 4" in fault["what"]
+    assert "p20 9.4 > 1.02 * p80 9.1" in fault["what"]
+    assert "use the config of M = 4: bf16_simt(chunks=1, " in fault["fix"]
+    assert file.read_text().splitlines()[int(fault["line"]) - 1] == "candidate = { p20 = 9.4, p50 = 9.5, p80 = 9.6 }"
+    shown = " ".join(skinny("plans", "check", str(file)).output.split())
+    assert "broken" in shown
+    assert shown.count("padding would be faster") == 2, "M = 2 and M = 3, each against the fastest of those above"
+    assert shown.count("yet o4096/M4") == 2
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        (_win(1, 8.0), _win(2, 8.0), _win(4, 9.0)),
+        (_win(1, 9.2), _win(2, 9.0)),
+        (_win(1, 9.4), _win(2, 9.04)),
+        (_win(1, 15.0, k=8192), _win(2, 9.0)),
+        (_win(1, 15.0, status="refused"), _win(2, 9.0)),
+        (_win(1, 15.0), _win(2, 9.0, status="refused")),
+    ],
+    ids=["rising", "within-the-spreads", "within-the-drift", "another-shape", "small-refused", "large-refused"],
+)
+def test_times_that_do_not_fall_with_m_are_sound(skinny: Skinny, file: Path, cells: tuple[str, ...]) -> None:
+    assert _check(skinny, file, *cells) == []
+
+
+def test_the_fix_names_only_a_config_that_is_another_one_and_runs(
+    skinny: Skinny, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fault,) = _check(skinny, file, _win(1, 10.0), _win(2, 9.0))
+    assert "use the config" not in fault["fix"], "it is the config that was measured"
+    assert f"skinny replay {file} --cell o4096/M1 --cell o4096/M2" in fault["fix"]
+    refuses = kernels.refuses
+    monkeypatch.setattr(
+        kernels, "refuses", lambda c, p, m: "M >= 2 only" if (m, c.params[0][1]) == (1, 2) else refuses(c, p, m)
+    )
+    (fault,) = _check(skinny, file, _win(1, 10.0), _win(2, 9.0, "chunks = 2"))
+    assert "use the config" not in fault["fix"], "the kernel does not take it at M = 1"
+
+
+def test_every_fault_of_a_file_is_told(skinny: Skinny, file: Path) -> None:
+    _check(skinny, file, _win(1, 10.0), _win(2, 9.0))
+    file.write_text(file.read_text().replace("p50 = 10.0", "p50 = 10.05"))
+    (entry,) = json.loads(skinny("plans", "check", str(file), "--json").stdout)["files"]
+    assert ["digest" in f["what"] for f in entry["faults"]] == [True, False]
+    assert " ".join(skinny("plans", "check", str(file)).output.split()).count("fix:") == 2
 
 
 def test_the_printed_schema_is_the_one_that_ships_with_the_core(skinny: Skinny) -> None:

@@ -13,7 +13,8 @@ from skinny_lab import output
 HELP = """
 Measured kernels for dense projections at 1 to 16 tokens: see what runs, why, and how fast.
 
-`doctor`, `explain`, `plans` and `demo` work on a laptop without a GPU. `bench` measures on the GPU of this machine.
+`doctor`, `explain`, `plans`, `capture` and `demo` work on a laptop without a GPU. `bench` measures on the GPU of this
+machine, `replay` whether a plan still holds there.
 
 The environment variable SKINNY switches the project itself: `SKINNY=off`, or `SKINNY=plan=mine.toml,neighbour=on`.
 """
@@ -41,7 +42,9 @@ app = typer.Typer(
     add_completion=False,
 )
 plans = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="markdown", help="Check plan files, renew their digest, print their schema."
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Check and compare plan files, renew their digest, print their schema.",
 )
 app.add_typer(plans, name="plans")
 
@@ -113,6 +116,33 @@ def bench(ctx: typer.Context) -> None:
 
 
 @app.command()
+def replay(
+    plan: Annotated[str, typer.Argument(help="A model package that ships a plan (`qwen3`) or the path of a plan.")],
+    cell: Annotated[
+        list[str] | None, typer.Option("--cell", metavar="ID", help="Only this cell; may repeat; `qwen3-8b/*` works.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a CSV, renewed after every cell.")] = None,
+    peer_folder: Annotated[Path | None, typer.Option(help="Folder with vLLM's skinny_gemm.py.")] = None,
+    require: Annotated[float, typer.Option(min=0, max=100, help="Percent to be confirmed for exit status 0.")] = 95.0,
+    any_device: Annotated[bool, typer.Option("--any-device", help="Also on another device than the plan's.")] = False,
+) -> None:
+    """Measure a plan's cells again and say for each whether its verdict is confirmed. Needs a GPU.
+
+    The tuner's race, with the cell's config: wrong results are never timed. A `win` is confirmed while the spread of
+    its speed-up reaches the keep rule, cold and hot; a `refused` while it misses it. Exits with 1 below `--require`.
+    Ctrl-C keeps what was measured.
+
+    Example: `skinny replay qwen3 --cell 'qwen3-8b/*' --out replay.csv`
+    """
+    from skinny_lab.replay import command
+
+    status = command.run(
+        plan, cells=cell or [], out=out, peer_folder=peer_folder, require=require, any_device=any_device
+    )
+    raise typer.Exit(status)
+
+
+@app.command()
 def demo(
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens that are generated.")] = 40,
     device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `cuda:1`.")] = "auto",
@@ -128,6 +158,70 @@ def demo(
     raise typer.Exit(run_demo(tokens=tokens, device=device))
 
 
+capture = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Record the dense projections that a running model really issues: N, K, M, dtypes, layers, calls.",
+)
+app.add_typer(capture, name="capture")
+Prompt = Annotated[str, typer.Option(help="Text of each sequence. Default: 13 token ids, no tokenizer is needed.")]
+NewTokens = Annotated[int, typer.Option(min=2, max=4096, help="Tokens that each sequence gets.")]
+Batch = Annotated[str, typer.Option(help="Sequences per run: `1` or `1,3,8`. They are M of a decode step.")]
+Random = Annotated[bool, typer.Option("--random", help="Draw random weights; only the config is read.")]
+Out = Annotated[Path | None, typer.Option(help="File to write.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite that file.")]
+
+
+@capture.command("transformers")
+def capture_transformers(
+    model: Annotated[str, typer.Argument(help="Model folder, hub name, `.gguf` file, or `smollm2-135m`.")],
+    prompt: Prompt = "",
+    new_tokens: NewTokens = 8,
+    batch: Batch = "1",
+    random: Random = False,
+    device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `cuda:1`.")] = "auto",
+    out: Out = None,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Generate a few tokens with Transformers and record every product with a weight, as torch issues it.
+
+    Example: `skinny capture transformers ./my-model --batch 1,3 --out my-model.json`
+    """
+    from skinny_lab.capture import command, request
+
+    asked = request.Request(
+        model=model, prompt=prompt, new_tokens=new_tokens, batches=request.find_batches(batch), random=random,
+        device=device, command=request.command_line(),
+    )  # fmt: skip
+    command.transformers(asked, out, force=force, as_json=json)
+
+
+@capture.command("vllm")
+def capture_vllm(
+    model: Annotated[str, typer.Argument(help="Model folder or hub name.")],
+    prompt: Prompt = "",
+    new_tokens: NewTokens = 8,
+    batch: Batch = "1",
+    random: Random = False,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size; shapes are per rank.")] = 1,
+    out: Out = None,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Generate a few tokens with vLLM, eagerly and in a process of its own, and record the calls of its layers.
+
+    Example: `skinny capture vllm Qwen/Qwen3-8B --random --batch 1,3 --out qwen3-8b.json`
+    """
+    from skinny_lab.capture import command, request
+
+    asked = request.Request(
+        model=model, prompt=prompt, new_tokens=new_tokens, batches=request.find_batches(batch), random=random, tp=tp,
+        command=request.command_line(),
+    )  # fmt: skip
+    command.vllm(asked, out, force=force, as_json=json)
+
+
 @plans.command()
 def check(
     files: Annotated[
@@ -135,10 +229,26 @@ def check(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check plan files: schema, kernel predicates, duplicate cells, digest. Exits with 1 when a file is broken."""
+    """Check plan files: schema, kernel predicates, duplicate cells, digest, and that no `win` is slower than one of the
+    same shape at a larger M, beyond the spreads. Exits with 1 when a file is broken."""
     from skinny_lab import plans as plan_commands
 
     raise typer.Exit(plan_commands.check(files or [], as_json=json))
+
+
+@plans.command()
+def diff(
+    old: Annotated[str, typer.Argument(help="A plan file, or a model package that ships one.")],
+    new: Annotated[str, typer.Argument(help="What to compare with it.")],
+    json: Json = False,
+) -> None:
+    """Show cells added, removed, of another status or config, or whose speed-up moved by more than the spreads.
+
+    Exits with 0 where nothing differs, 1 where something does, 2 where a plan cannot be read.
+    """
+    from skinny_lab import plan_diff
+
+    raise typer.Exit(plan_diff.run(old, new, as_json=json))
 
 
 @plans.command()

@@ -11,14 +11,19 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from skinny_core import family, plan, toml_text
+from skinny_core import env, family, kernels, plan, toml_text
+from skinny_core.device import DeviceKey
 from skinny_core.errors import PlanError, SkinnyError
+from skinny_core.plan import Cell, Plan
+from skinny_core.problem import Problem
 from skinny_lab import output
+from skinny_lab.explain.target import RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One plan file. `error`: what, fix, file and line (0 = unknown) of the first thing that is wrong, or None."""
+    """One plan file. `faults`: what, fix, file and line (0 = unknown) of each thing that is wrong; `error`: the first
+    of them, or None."""
 
     path: str
     family: str = ""
@@ -26,6 +31,7 @@ class Checked:
     digest: str = ""
     cells: dict[str, int] = field(default_factory=dict)
     error: dict[str, Any] | None = None
+    faults: tuple[dict[str, Any], ...] = ()
 
 
 def check(files: list[Path], *, as_json: bool) -> int:
@@ -40,19 +46,83 @@ def check(files: list[Path], *, as_json: bool) -> int:
 
 
 def check_file(path: Path) -> Checked:
-    """Schema, kernel predicates, duplicates, evidence (all by `plan.load`), then the digest."""
+    """Schema, kernel predicates, duplicates, evidence (all by `plan.load`), then the digest and what M costs."""
     try:
         loaded = plan.load(path)
+        text = path.read_text(encoding="utf-8")
     except (PlanError, OSError) as error:
-        return Checked(str(path), error=output.fault(path, error))
-    error = None
+        fault = output.fault(path, error)
+        return Checked(str(path), error=fault, faults=(fault,))
+    faults = []
     if loaded.digest != loaded.seal():
         what = f"digest is {loaded.digest or 'missing'}, the content gives {loaded.seal()}"
         fix = f"if the edit is meant: skinny plans seal {path}"
-        line = toml_text.line_of(path.read_text(encoding="utf-8"), ("digest",))
-        error = {"what": what, "fix": fix, "file": str(path), "line": line}
+        line = toml_text.line_of(text, ("digest",))
+        faults.append({"what": what, "fix": fix, "file": str(path), "line": line})
+    index = {cell.id: i for i, cell in enumerate(loaded.cells)}
+    for small, large in slower_than_larger(loaded):
+        here, there = small.evidence.candidate, large.evidence.candidate
+        what = (
+            f"cell {small.id}: {here.p50} us at M = {small.m}, yet {large.id} takes {there.p50} us at M = {large.m},"
+            f" beyond the spreads (p20 {here.p20} > {DRIFT} * p80 {there.p80}): padding would be faster"
+        )
+        line = toml_text.line_of(text, ("cell", index[small.id], "evidence", "candidate"))
+        faults.append({"what": what, "fix": _fix_slower(path, loaded, small, large), "file": str(path), "line": line})
     cells = dict(Counter(cell.status for cell in loaded.cells))
-    return Checked(str(path), loaded.family, loaded.product, loaded.digest, cells, error)
+    error = faults[0] if faults else None
+    return Checked(str(path), loaded.family, loaded.product, loaded.digest, cells, error, tuple(faults))
+
+
+DRIFT = 1.02
+"""Cells of different M are races of their own, minutes apart; a spread is that of one race."""
+
+
+def slower_than_larger(found: Plan) -> list[tuple[Cell, Cell]]:
+    """(cell, the fastest of larger M that beats it) for each `win` cell that is slower, cold, than a `win` cell of the
+    same Problem at a larger M, beyond the spreads and `DRIFT`. Rows can be padded, so a smaller M never has to cost
+    more."""
+    wins: dict[Problem, list[Cell]] = {}
+    for cell in found.cells:
+        if cell.status == "win":
+            wins.setdefault(cell.problem(None), []).append(cell)
+    pairs = []
+    for group in wins.values():
+        for small in group:
+            bound = small.evidence.candidate.p20 / DRIFT
+            beating = [c for c in group if c.m > small.m and c.evidence.candidate.p80 < bound]
+            if beating:
+                pairs.append((small, min(beating, key=lambda c: c.evidence.candidate.p50)))
+    return pairs
+
+
+def _fix_slower(path: Path, found: Plan, small: Cell, large: Cell) -> str:
+    again = f"measure again (skinny replay {path} --cell {small.id} --cell {large.id})"
+    config = large.kernel_config
+    if config == small.kernel_config or kernels.refuses(config, small.problem(found.key), small.m):
+        return again
+    return f"{again}, or use the config of M = {large.m}: {config}"
+
+
+def open_plan(text: str, key: DeviceKey | None = None) -> tuple[Path, Plan]:
+    """The plan of a file, or the one that the model package of that name ("qwen3") ships: for device `key`, else its
+    only one. Raises `RequestError` for a name or path that leads to no plan, `PlanError` for an unsound file.
+    """
+    path = env.expand(text)
+    package = next((p for p in family.discover().packages if p.name == text), None)
+    if package is not None and not path.is_file():
+        shipped = [(file, plan.load(file)) for file in package.plan_files()]
+        fitting = [(file, found) for file, found in shipped if found.key == key] or shipped
+        if len(fitting) == 1:
+            return fitting[0]
+        names = ", ".join(str(file) for file, _ in shipped)
+        fix = f"give the path of one: {names}" if names else "give the path of a plan file"
+        raise RequestError(f"{text} ships {len(shipped)} plans, none of them for this device", fix)
+    try:
+        return path, plan.load(path)
+    except OSError as error:
+        known = ", ".join(p.name for p in family.discover().packages)
+        fix = "give the path of a plan file" + (f", or the name of a model package: {known}" if known else "")
+        raise RequestError(f"{path}: {error.strerror}", fix) from None
 
 
 def seal(files: list[Path]) -> None:
@@ -108,6 +178,6 @@ def _show(results: list[Checked]) -> None:
         table.add_row(Path(r.path).name, r.family, r.product, cells, state)
     console.print(table)
     for r in results:
-        if r.error:
-            place, fix = (output.place(r.error), "bold"), ("\n  fix: ", "bold green")
-            console.print(Text.assemble("\n", place, r.error["what"], fix, r.error["fix"]))
+        for fault in r.faults:
+            place, fix = (output.place(fault), "bold"), ("\n  fix: ", "bold green")
+            console.print(Text.assemble("\n", place, fault["what"], fix, fault["fix"]))

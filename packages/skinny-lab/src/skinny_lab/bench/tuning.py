@@ -92,12 +92,14 @@ def measure(
             "run `python3 -m tests.gpu.run --arch sm90`: a kernel, the driver or the DSL is broken here",
         )
     rivals = right_rivals(rivals, errors, problem)
+    out = problem.output.torch
     finalists = list(right)
     if len(right) > FINALISTS:
-        short = race.race(arena, m, right, rounds=SHORT_ROUNDS, target_us=SHORT_US)
+        short = race.race(arena, m, right, rounds=SHORT_ROUNDS, target_us=SHORT_US, out=out)
         finalists = sorted(right, key=lambda name: short[name].p50)[:FINALISTS]
-    cold = race.race(arena, m, {**{n: right[n] for n in finalists}, **rivals}, rounds=LONG_ROUNDS)
-    hot = race.race(arena, m, {**{n: right[n] for n in finalists}, base: rivals[base]}, rounds=LONG_ROUNDS, hot=True)
+    chosen = {name: right[name] for name in finalists}
+    cold = race.race(arena, m, {**chosen, **rivals}, rounds=LONG_ROUNDS, out=out)
+    hot = race.race(arena, m, {**chosen, base: rivals[base]}, rounds=LONG_ROUNDS, hot=True, out=out)
     best = choose(finalists, cold, hot, m)
     after = gpu().sm_mhz
     return Measured(

@@ -17,7 +17,7 @@ from skinny_core import dispatch, kernels, warmup
 from skinny_core.device import DeviceKey, product
 from skinny_core.errors import CompileForbiddenError
 from skinny_core.kernels.bf16_simt.config import SimtConfig
-from skinny_core.problem import DType, KernelConfig, Problem
+from skinny_core.problem import DType, Epilogue, KernelConfig, Problem
 from skinny_core.testing.stand_in import StandIn, cell
 
 N, K = 32, 64
@@ -107,6 +107,16 @@ def test_workers_that_cannot_start_do_not_matter(executable: str, monkeypatch: p
     monkeypatch.setattr(sys, "executable", executable)
     job = (KernelConfig.of("bf16_simt", {"threads": 128, "rows": 2, "chunks": 4}), Problem(n=4096, k=4096), 1)
     warmup.prepare_in_parallel([job] * 5000, product("h200"), prewait=False, workers=2)
+
+
+def test_cells_of_an_epilogue_that_no_call_can_have_are_neither_compiled_nor_counted(
+    h200: DeviceKey, kernel: StandIn
+) -> None:
+    cells = [cell(64, 64, 1), cell(64, 64, 1, epilogue=Epilogue.SILU_MUL), cell(64, 64, 1, epilogue=Epilogue.BIAS)]
+    assert dispatch.activate_cells("test", h200, cells).wins == 1
+    kernel.on_disk = False
+    assert len(warmup.warm("test", [(64, 64, DType.BF16)])) == 1
+    assert {problem.epilogue for _, problem, _ in dispatch.ready("test")} == {Epilogue.NONE}
 
 
 def test_all_workers_run_at_once_however_long_their_shares_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,16 +240,25 @@ def test_slow_producer(gpu: DeviceKey, kernel: str, config: dict[str, int] | Non
     assert cells.ran(f"kernel:{kernel}") == 16 + (16 if captured else runs)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "config"), [("bf16_simt", None), ("bf16_bulk", BULK | {"cols": 128}), ("bf16_mma", MMA | {"warps": 1})]
+)
 @torch.inference_mode()
-def test_a_chain_that_triggers_early(gpu: DeviceKey) -> None:
-    """Slow producer, then two products that let their dependents start before they end and read weights early."""
+def test_a_chain_that_triggers_early(gpu: DeviceKey, kernel: str, config: dict[str, int] | None) -> None:
+    """Slow producer, a product that lets its dependents start before it ends, and one that reads its weight early.
+
+    64 outputs are 64 blocks: the other SMs are free for the last product while the first still runs. On a full grid its
+    blocks could not start before the first one's had left, and nothing would be shown.
+    """
     from skinny_core.testing.slow_producer import SlowProducer
 
-    config = BULK | {"trigger": 1}
-    cells.activate(gpu, cells.made_up(N, K, 2, kernel="bf16_bulk", config=config), static_weights=True)
+    first = cells.made_up(64, K, 2, kernel="bf16_bulk", config=BULK | {"cols": 128, "trigger": 1})
+    last = cells.made_up(64, 64, 2, kernel=kernel, config=config)
+    cells.activate(gpu, first, last, static_weights=True)
     producer = SlowProducer(gpu.arch, microseconds=20)
-    x, w = _data(2)
-    w2 = torch.randn_like(w) * K**-0.5
+    x = torch.empty(2, K, dtype=torch.bfloat16, device="cuda")
+    w = torch.randn(64, K, dtype=torch.bfloat16, device="cuda") * K**-0.5
+    w2 = torch.randn(64, 64, dtype=torch.bfloat16, device="cuda") / 8
     inputs = torch.randn(16, 2, K, dtype=torch.bfloat16, device="cuda")
     expected = torch.stack([cells.linear(cells.linear(source, w), w2) for source in inputs])
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -263,7 +272,8 @@ def test_a_chain_that_triggers_early(gpu: DeviceKey) -> None:
     for _ in range(125):
         graph.replay()
     assert wrong.item() == 0
-    assert cells.ran("kernel:bf16_bulk") == 64
+    assert cells.ran("kernel:bf16_bulk") == (64 if kernel == "bf16_bulk" else 32)
+    assert cells.ran(f"kernel:{kernel}") == (64 if kernel == "bf16_bulk" else 32)
 
 
 @torch.inference_mode()

@@ -67,6 +67,17 @@ def test_every_m(gpu: DeviceKey, config: KernelConfig) -> None:
         numerics.assert_t1(explicit.run(config, x, w), x, w)
 
 
+@pytest.mark.parametrize("m", [17, 24, 32])
+def test_more_rows_than_a_plan_has(gpu: DeviceKey, m: int) -> None:
+    """What `bf16_bulk` takes beyond 16, to be raced."""
+    config = SMALL[0]
+    x, w = _data(m, 1030, 1544)
+    out = numerics.guarded_output(m, 1030, torch.bfloat16, device="cuda", row_gap=5)
+    _into(config, Problem(n=1030, k=1544, device=gpu), m)(x, w, out.y)
+    numerics.assert_t1(out.y, x, w)
+    out.check()
+
+
 @each
 @pytest.mark.parametrize("k", [8, 16, 72, 504, 520, 1000, 2432, 4104, 9728])
 def test_edges_of_n_and_k_with_guards(gpu: DeviceKey, config: KernelConfig, k: int) -> None:

@@ -24,7 +24,7 @@ from skinny_core.device import DeviceKey
 from skinny_core.errors import SettingsError
 from skinny_core.family import ModelPackage
 from skinny_core.plan import Cell, DeviceTable, Plan
-from skinny_core.problem import MAX_M, DType, Epilogue, Problem, WeightScheme
+from skinny_core.problem import MAX_M, SERVED, DType, Epilogue, Problem, WeightScheme
 from skinny_core.rules import Context, Reason, Verdict
 from skinny_core.table import Lookup
 
@@ -439,7 +439,7 @@ def _describe(state: _Family, key: DeviceKey | None) -> Activation:
     for source in used:
         for cell in source.plan.cells:
             found = state.table.lookup(cell.problem(None), cell.m, key)
-            if found is not None and found.cell is cell:
+            if found is not None and found.cell is cell and cell.epilogue in SERVED:
                 wins += table.judge(found, cell.problem(None), cell.m, key, state.settings).ok
     offered = table.offer(state.table, key)
     notes = state.notes + ((offered,) if offered and not state.settings.neighbour else ())

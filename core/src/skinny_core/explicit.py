@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import torch
 
-from skinny_core import dispatch, kernels
+from skinny_core import dispatch, env, kernels
 from skinny_core.errors import CompileForbiddenError, KernelUnavailableError
 from skinny_core.kernels import operands
 from skinny_core.problem import MAX_M, DType, Epilogue, KernelConfig, Problem, WeightScheme
 
-_launchers: dict[tuple[KernelConfig, Problem, int, int], kernels.Launcher] = {}
+_launchers: dict[tuple[KernelConfig, Problem, int, int, bool], kernels.Launcher] = {}
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
         raise KernelUnavailableError(
             f"{config.kernel} needs CUDA tensors, got {x.device}", "move them to a CUDA device"
         )
-    key = (config, problem, m, x.get_device())
+    key = (config, problem, m, x.get_device(), env.settings().pdl)
     launch = _launchers.get(key)
     if launch is None:
         if torch.cuda.is_current_stream_capturing():

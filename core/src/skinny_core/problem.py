@@ -61,6 +61,10 @@ class Epilogue(str, Enum):
     SILU_MUL = "silu_mul"
 
 
+SERVED = (Epilogue.NONE, Epilogue.RESIDUAL)
+"""Epilogues that a call through the dispatcher can have; the others are there for `explicit.run`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One projection on one device.

@@ -20,7 +20,7 @@ import torch
 from skinny_core import device, dispatch, kernels, rules
 from skinny_core.device import DeviceKey
 from skinny_core.errors import CompileForbiddenError, SkinnyError
-from skinny_core.problem import MAX_M, DType, Epilogue, KernelConfig, Problem, WeightScheme
+from skinny_core.problem import MAX_M, SERVED, DType, KernelConfig, Problem, WeightScheme
 
 WORKER_SECONDS = 300
 PARALLEL_FROM = 3
@@ -45,10 +45,11 @@ def warm(
 ) -> list[str]:
     """Make every cell of `problems` that would run on CUDA device `index` (default: the current one) ready to launch.
 
-    problems: (N, K, dtype) of weights; cells of every output dtype and epilogue count. workers: processes for
-    missing machine code (default: one per core, at most 8; 0 for none). Returns the names of what had to be compiled,
-    [] when everything came from memory or disk. A kernel that cannot be compiled is noted (reason
-    `kernel_unavailable`), not raised. Raises `CompileForbiddenError` during graph capture.
+    problems: (N, K, dtype) of weights; cells of every output dtype, and of every epilogue that a call can have, count.
+    workers: processes for missing machine code (default: one per core, at most 8; 0 for none).
+
+    Returns the names of what had to be compiled, [] when everything came from memory or disk. A kernel that cannot be
+    compiled is noted (reason `kernel_unavailable`), not raised. Raises `CompileForbiddenError` during graph capture.
     """
     state = dispatch.family_state(family)
     if state is None or not torch.cuda.is_available():
@@ -88,7 +89,7 @@ def _jobs(
     for n, k, dtype in dict.fromkeys(problems):
         if dtype not in (DType.BF16, DType.FP16):
             continue
-        for output, epilogue in itertools.product(dict.fromkeys((dtype, DType.FP32)), Epilogue):
+        for output, epilogue in itertools.product(dict.fromkeys((dtype, DType.FP32)), SERVED):
             scheme = WeightScheme(dtype.value)
             problem = Problem(n=n, k=k, weight=scheme, activation=dtype, output=output, epilogue=epilogue)
             for m in ms:

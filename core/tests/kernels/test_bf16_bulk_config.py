@@ -117,6 +117,36 @@ def test_what_is_accepted_fits_and_covers_every_output_once(
     assert parts * shape.outputs * k < 2**63
 
 
+SMALL = DeviceKey((12, 0), 170, 100663296, "32gb")
+SLICE = DeviceKey((9, 0), 16, 15728640, "18gb")
+UNKNOWN = DeviceKey((8, 9), 128, 75497472, "24gb")
+
+
+@pytest.mark.parametrize(
+    ("key", "config", "problem", "m", "says"),
+    [
+        (SMALL, BulkConfig(16, 512, 4, 2, 1), PROBLEM, 4, "stages fit in shared memory"),
+        (SLICE, BulkConfig(32, 2048, 2, 2, 1), Problem(n=1024, k=4096), 1, "stages fit in shared memory"),
+        (UNKNOWN, BulkConfig(32, 512, 8), PROBLEM, 1, "not compiled for"),
+    ],
+)
+def test_a_config_is_judged_on_the_device_that_runs_it(
+    key: DeviceKey, config: BulkConfig, problem: Problem, m: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no stage there is no barrier to wait at: accepted for an H200, it would hang elsewhere."""
+    if key is not SLICE:
+        assert refuses(config, problem, m) is None, "accepted where no device is named"
+    for elsewhere in (problem, replace(problem, device=H200)):
+        with pytest.raises(KernelRefusedError, match=says):
+            KERNEL.prepare(config, elsewhere, m, key, prewait=True)
+        with pytest.raises(KernelRefusedError, match=says):
+            KERNEL.prepared(config, elsewhere, m, key, prewait=True)
+        monkeypatch.setattr(host.device, "current_key", lambda index=None: key)
+        if KERNEL.availability()[0]:
+            with pytest.raises(KernelRefusedError, match="cannot run"):
+                KERNEL.compile(config, elsewhere, m, index=0, prewait=True)
+
+
 @given(k=st.integers(1, 10**5).map(lambda v: 8 * v))
 def test_rows_of_pieces_fall_into_different_banks(k: int) -> None:
     """Two rows that one quarter of a warp reads together are half a bank cycle (64 of 128 bytes) apart."""

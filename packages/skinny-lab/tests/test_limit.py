@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from skinny_core import device, kernels
+from skinny_core.device import DeviceKey
 from skinny_core.errors import ConfigError
 from skinny_core.plan import Environment
 from skinny_core.problem import Problem
@@ -161,7 +162,7 @@ def test_entrants_are_kernels_with_a_range() -> None:
     ], "64 rows of 2048 do not fit three times"
     with pytest.raises(ConfigError, match="rows is 17"):
         Entrant.parse("bf16_bulk:rows=17:cols=512:warps=8")
-    for wrong in ("bf16_simt:4", "bf16_nothing"):
+    for wrong in ("bf16_simt:4", "bf16_simt:4-1", "bf16_nothing"):
         with pytest.raises((ValueError, RuntimeError, LookupError)):
             Entrant.parse(wrong)
 
@@ -283,6 +284,30 @@ def test_a_broken_device_ends_the_run(fakes: Fakes, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "synchronize", dead)
     assert _race(fakes, tmp_path, (1,)) == "device"
     assert len(json.loads((tmp_path / "limit.json").read_text())["runs"][0]["failed"]) == 1
+
+
+def test_a_resumed_run_leaves_out_the_cell_that_broke_the_device(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else every new process would be lost at the same cell."""
+    first = Files(tmp_path, ENVIRONMENT, {})
+    first.fail("big", 1, "ValueError: a cell that failed alone")
+    first.fail("small", 1, "RuntimeError: an illegal memory access was encountered")
+    first.end("device")
+    said: list[str] = []
+    files = Files(tmp_path, ENVIRONMENT, {}, resume=tmp_path / "limit.csv")
+    assert files.broke == {("small", 1)}
+    limit.run(limit.order(SHAPES, (1, 4)), SETTINGS, Peers([]), H200, files, say=said.append, clock=fakes.clock)
+    assert files.raced == {("big", 1), ("big", 4), ("small", 4)}
+    assert "small M=1: left out, it broke the device in an earlier run" in said
+
+
+def test_candidates_are_judged_for_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = tuning.problem_of(4096, 4096)
+    here = limit.candidates([Entrant("bf16_bulk")], problem, 4)
+    monkeypatch.setattr(device, "current_key", lambda index=None: DeviceKey((12, 0), 170, 100663296, "32gb"))
+    small = limit.candidates([Entrant("bf16_bulk")], problem, 4)
+    assert 0 < len(small) < len(here)
 
 
 def test_preparing_only_races_nothing_and_tells_peers_what_failed(

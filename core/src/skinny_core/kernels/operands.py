@@ -5,13 +5,17 @@ The dispatcher has its own, faster view of the same facts and falls back; this o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from skinny_core.errors import KernelRefusedError
 from skinny_core.problem import MAX_M, Epilogue, Problem
 
 if TYPE_CHECKING:
     import torch
+
+    from skinny_core.device import DeviceKey
+    from skinny_core.kernels import Kernel
 
 VECTOR = 8
 """Elements of 2 bytes in one 16-byte load."""
@@ -65,6 +69,18 @@ def check(
             raise refused(stem, f"a row stride of {stride} for {name}", f"{tensor.stride(0)}, as the tensor has")
     if not is_aligned(x.data_ptr(), w.data_ptr(), x_stride if m > 1 else 0, w.stride(0) if n > 1 else 0):
         raise refused(stem, "an address or row stride of x or w that is not a multiple of 16 bytes", "aligned operands")
+
+
+def on_device(kernel: Kernel, config: Any, problem: Problem, m: int, key: DeviceKey) -> Problem:
+    """The Problem on a device of that key, whatever device it named.
+
+    Raises `KernelRefusedError` where the config cannot run there: another device's SM count and shared memory may allow
+    what this one's do not.
+    """
+    here = replace(problem, device=key)
+    if why := kernel.refuses(config, here, m):
+        raise KernelRefusedError(f"{kernel.stem} cannot run {here} at M = {m}: {why}", "choose another config")
+    return here
 
 
 def is_aligned(x: int, w: int, x_stride: int, w_stride: int) -> bool:

@@ -1,4 +1,4 @@
-"""Host side of `bf16_bulk`: compile once for 8 or 16 rows, launch with raw addresses."""
+"""Host side of `bf16_bulk`: compile once for every 8 rows of the activation, launch with raw addresses."""
 
 from __future__ import annotations
 
@@ -138,18 +138,21 @@ class Bf16Bulk:
         key = device.current_key(index)
         if key is None:
             raise KernelUnavailableError(f"{STEM} needs a CUDA device", "run on a machine with one")
+        problem = operands.on_device(self, config, problem, m, key)
         spec = _spec(config, problem, m, key.capability, pdl=key.has_pdl)
         return _Launcher(spec, problem, m, index, key.sm_count, prewait=prewait)
 
     def prepare(self, config: BulkConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> None:
         """Put the machine code for `key` into the disk cache. Touches no device, so worker processes can share the
-        work.
+        work. Raises `KernelRefusedError`.
         """
+        problem = operands.on_device(self, config, problem, m, key)
         for spec in _forms(_spec(config, problem, m, key.capability, pdl=key.has_pdl), prewait=prewait):
             cute_objects.stored(SOURCE, spec, _name(spec), key)
 
     def prepared(self, config: BulkConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> bool:
-        """Whether the disk cache holds the machine code that `prepare` would make."""
+        """Whether the disk cache holds the machine code that `prepare` would make. Raises `KernelRefusedError`."""
+        problem = operands.on_device(self, config, problem, m, key)
         specs = _forms(_spec(config, problem, m, key.capability, pdl=key.has_pdl), prewait=prewait)
         return all(cute_objects.is_stored(SOURCE, spec, _name(spec), key) for spec in specs)
 

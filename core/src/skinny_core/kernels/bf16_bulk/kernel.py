@@ -107,7 +107,10 @@ def _produce(
             col += cols
         row += step
     if cutlass.const_expr(spec.pdl and spec.config.trigger):
-        # What may start now still waits for all of this grid before it reads our output or writes anything.
+        # What may start now waits for all of this grid before it reads our output. It may not start beside the kernel
+        # before this one, of which it knows nothing.
+        if cutlass.const_expr(spec.prewait):
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
     if issued <= stages:
         cute.arch.sync_threads()

@@ -148,19 +148,22 @@ class Bf16Mma:
         key = device.current_key(index)
         if key is None:
             raise KernelUnavailableError(f"{STEM} needs a CUDA device", "run on a machine with one")
+        problem = operands.on_device(self, config, problem, m, key)
         spec = _spec(config, problem, m, pdl=key.has_pdl)
         return _Launcher(spec, problem, m, index, key.sm_count, prewait=prewait)
 
     def prepare(self, config: MmaConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> None:
         """Put the machine code for `key` into the disk cache. Touches no device, so worker processes can share the
-        work.
+        work. Raises `KernelRefusedError`.
         """
+        problem = operands.on_device(self, config, problem, m, key)
         spec = _spec(config, problem, m, pdl=key.has_pdl)
         for each in _forms(spec, prewait=prewait):
             cute_objects.stored(SOURCE, each, _name(each), key)
 
     def prepared(self, config: MmaConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> bool:
-        """Whether the disk cache holds the machine code that `prepare` would make."""
+        """Whether the disk cache holds the machine code that `prepare` would make. Raises `KernelRefusedError`."""
+        problem = operands.on_device(self, config, problem, m, key)
         spec = _spec(config, problem, m, pdl=key.has_pdl)
         return all(cute_objects.is_stored(SOURCE, s, _name(s), key) for s in _forms(spec, prewait=prewait))
 

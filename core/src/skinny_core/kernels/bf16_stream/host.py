@@ -149,6 +149,7 @@ class Bf16Stream:
         key = device.current_key(index)
         if key is None:
             raise KernelUnavailableError(f"{STEM} needs a CUDA device", "run on a machine with one")
+        problem = operands.on_device(self, config, problem, m, key)
         return _GpuLauncher(config, problem, key, index, prewait=prewait)
 
     def interpret(self, config: StreamConfig, problem: Problem, m: int) -> Launcher:
@@ -165,12 +166,14 @@ class Bf16Stream:
 
     def prepare(self, config: StreamConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> None:
         """Put the machine code for `key` into the disk cache; touches no device."""
+        problem = operands.on_device(self, config, problem, m, key)
         self._require(config, problem, m)
         for spec in _specs(config, problem, key, prewait=prewait):
             triton_objects.stored(build.SOURCE, spec, key)
 
     def prepared(self, config: StreamConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> bool:
-        """Whether the disk cache holds the machine code that `prepare` would make."""
+        """Whether the disk cache holds the machine code that `prepare` would make. Raises `KernelRefusedError`."""
+        problem = operands.on_device(self, config, problem, m, key)
         return all(
             triton_objects.is_stored(build.SOURCE, spec, key) for spec in _specs(config, problem, key, prewait=prewait)
         )

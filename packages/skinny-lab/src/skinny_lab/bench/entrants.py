@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from skinny_core import kernels
+from skinny_core import device, kernels
 from skinny_core.problem import MAX_M, KernelConfig, Problem
 
 
@@ -28,6 +28,8 @@ class Entrant:
         found = re.fullmatch(r"(\w+)(?::(\d+)-(\d+))?((?::\w+=\d+(?:,\d+)*)*)", text)
         if found is None:
             raise ValueError(f"{text!r}: write a kernel, with its M or a grid of configs: bf16_bulk:1-4:rows=16,32")
+        if int(found[2] or 1) > int(found[3] or MAX_M):
+            raise ValueError(f"{text!r}: no M lies from {found[2]} to {found[3]}")
         kernel = kernels.get(found[1])
         keys = [key.split("=") for key in found[4].split(":")[1:]]
         grid = tuple((key, tuple(map(int, values.split(",")))) for key, values in keys)
@@ -63,7 +65,12 @@ the memory (vLLM's kernel of the same kind has 0.62x of cuBLAS's speed at M = 8)
 def candidates(
     entrants: Iterable[Entrant], problem: Problem, m: int, near: Mapping[tuple[int, int], frozenset[str]] | None = None
 ) -> list[KernelConfig]:
-    """Everything of ours that is raced at this M; of a shape in `near`, only what that names."""
+    """Everything of ours that is raced at this M; of a shape in `near`, only what that names.
+
+    A problem that names no device is judged for the current one: SM count and shared memory decide what can run.
+    """
+    if problem.device is None:
+        problem = replace(problem, device=device.current_key())
     found = dict.fromkeys(config for entrant in entrants for config in entrant.configs(problem, m))
     chosen = (near or {}).get((problem.n, problem.k))
     return [config for config in found if chosen is None or str(config) in chosen]

@@ -138,7 +138,9 @@ def run(
     gc.collect()
     gc.freeze()
     arenas = Arenas(key.l2_bytes)
-    todo = [(shape, m) for shape, m in cells if (shape.name, m) not in files.done]
+    todo = [(shape, m) for shape, m in cells if (shape.name, m) not in files.done | files.broke]
+    for name, m in sorted(files.broke):
+        say(f"{name} M={m}: left out, it broke the device in an earlier run")
     needed: dict[str, float] = {}
     trials = _trials(todo, peers)  # of every M at once: a process that tries them takes long to start
     for m, group in itertools.groupby(todo, key=lambda cell: cell[1]):
@@ -321,7 +323,8 @@ def _prepare(
     begun = time.monotonic()
     made = prepare.prepare(first, trials, key, seconds=seconds, folder=settings.peer_folder)
     if made.complete and first:
-        rest = [job for job in prepare.missing(jobs, key) if job not in set(first)]
+        made_first = set(first)
+        rest = [job for job in prepare.missing(jobs, key) if job not in made_first]
         more = prepare.prepare(rest, [], key, seconds=seconds - (time.monotonic() - begun))
         made.compiled, made.complete = made.compiled + more.compiled, more.complete
     for (name, n, k, at), why in made.refused.items():

@@ -92,6 +92,16 @@ class Files:
         """(shape, M) of every cell that is there, earlier runs' included."""
         return {(row.what, row.m) for row in self.rows}
 
+    @property
+    def broke(self) -> frozenset[tuple[str, int]]:
+        """(shape, M) of the cells at which earlier runs lost the device: it would be lost there again."""
+        found = set()
+        for run in self._earlier:
+            if run.get("ended") == "device" and run.get("failed"):
+                name, m = list(run["failed"])[-1].rsplit("/M", 1)
+                found.add((name, int(m)))
+        return frozenset(found)
+
     def note_prepared(self, m: int, made: Prepared) -> None:
         """What compiling and trying gave for one M."""
         refused: dict[str, list[str]] = {}

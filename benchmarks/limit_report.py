@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skinny_lab.bench.race import Times
 from skinny_lab.bench.rows import LIMIT_TBPS, OURS, Row, limit_fraction, read_csv, write_text
-from skinny_lab.bench.tuning import peer_ahead
+from skinny_lab.report.results import LimitCell
 
 GOALS = {1: 0.92, 2: 0.91, 4: 0.90, 8: 0.89, 16: 0.86}
 """Geometric mean of the limit fraction that the kernels are to reach, by M."""
@@ -26,28 +25,7 @@ BASELINE = "cublas"
 COLOURS = {OURS: "#0b6e4f", "best peer": "#c8553d", BASELINE: "#7a7f87", "goal": "#1f2933"}
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One shape at one M. ours: None where no kernel of ours was raced. peers: cuBLAS and libraries, fastest first."""
-
-    what: str
-    n: int
-    k: int
-    m: int
-    ours: Row | None
-    peers: tuple[Row, ...]
-
-    @property
-    def ahead(self) -> str:
-        """The fastest peer ahead of ours beyond the spread, or ""."""
-        return peer_ahead(_times(self.ours), {row.provider: _times(row) for row in self.peers}) if self.ours else ""
-
-
-def _times(row: Row) -> Times:
-    return Times(row.p50 if row.p20 is None else row.p20, row.p50, row.p50 if row.p80 is None else row.p80, row.rounds)
-
-
-def cells_of(rows: Sequence[Row]) -> list[Cell]:
+def cells_of(rows: Sequence[Row]) -> list[LimitCell]:
     """Cells by weight size, then M. Raises ValueError for rows of another kind."""
     if wrong := sorted({row.kind for row in rows} - {"limit"}):
         raise ValueError(f"rows of kind {', '.join(wrong)}: this reports the race to the limit")
@@ -58,7 +36,7 @@ def cells_of(rows: Sequence[Row]) -> list[Cell]:
     for (what, m), at in points.items():
         ours = next((row for row in at if row.provider == OURS), None)
         peers = sorted((row for row in at if row.provider != OURS), key=lambda row: row.p50)
-        found.append(Cell(what, at[0].n, at[0].k, m, ours, tuple(peers)))
+        found.append(LimitCell(what, at[0].n, at[0].k, m, ours, tuple(peers)))
     return sorted(found, key=lambda cell: (cell.n * cell.k, cell.what, cell.m))
 
 
@@ -76,7 +54,7 @@ class Summary:
     ahead: int
 
 
-def summarise(cells: Sequence[Cell]) -> list[Summary]:
+def summarise(cells: Sequence[LimitCell]) -> list[Summary]:
     """One Summary per M that has a complete cell."""
     found = []
     for m in sorted({cell.m for cell in cells}):
@@ -119,7 +97,7 @@ def overview(found: Sequence[Summary]) -> list[str]:
     return lines
 
 
-def behind(cells: Sequence[Cell]) -> list[str]:
+def behind(cells: Sequence[LimitCell]) -> list[str]:
     """Markdown list of the cells where a peer is ahead beyond the spread, the worst first."""
     pairs = [(c, c.ours, next(p for p in c.peers if p.provider == c.ahead)) for c in cells if c.ours and c.ahead]
     return [
@@ -170,7 +148,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell_line(cell: Cell) -> str:
+def _cell_line(cell: LimitCell) -> str:
     ours, best = cell.ours, cell.peers[0] if cell.peers else None
     cublas = next((row for row in cell.peers if row.provider == BASELINE), None)
     return (

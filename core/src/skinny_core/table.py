@@ -125,9 +125,9 @@ def offer(table: Table, key: DeviceKey | None) -> str:
         return ""
     near = sorted({s.plan.product for s in table.sources if s.plan.key.capability == key.capability})
     if not near:
-        return f"no plan of {table.family} for {key}: the original calls run; to measure one, see docs/adding.md"
+        return f"no plan of {table.family} for {key}: the original calls run; to measure one, see docs/tuning.md"
     names = ", ".join(near)
-    return f"no plan for {key}; measured on {names}: try it with SKINNY=neighbour=on, or measure (docs/adding.md)"
+    return f"no plan for {key}; measured on {names}: try it with SKINNY=neighbour=on, or measure (docs/tuning.md)"
 
 
 def _files(package: ModelPackage | None, settings: env.Settings, notes: list[str]) -> Iterable[tuple[Path, str]]:

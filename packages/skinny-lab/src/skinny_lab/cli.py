@@ -13,8 +13,8 @@ from skinny_lab import output
 HELP = """
 Measured kernels for dense projections at 1 to 16 tokens: see what runs, why, and how fast.
 
-`doctor`, `explain`, `plans`, `capture` and `demo` work on a laptop without a GPU. `bench` measures on the GPU of this
-machine, `replay` whether a plan still holds there.
+`doctor`, `explain`, `plans`, `capture`, `report` and `demo` work on a laptop without a GPU. `bench` measures on the GPU
+of this machine, `tune` makes a plan for it, `replay` whether a plan still holds there.
 
 The environment variable SKINNY switches the project itself: `SKINNY=off`, or `SKINNY=plan=mine.toml,neighbour=on`.
 """
@@ -140,6 +140,60 @@ def replay(
         plan, cells=cell or [], out=out, peer_folder=peer_folder, require=require, any_device=any_device
     )
     raise typer.Exit(status)
+
+
+@app.command()
+def tune(
+    model: Annotated[str | None, typer.Argument(help="A packaged config (`qwen3-8b`) or a `config.json`.")] = None,
+    shapes: Annotated[Path | None, typer.Option(help="Instead: CSV or JSON with n, k and perhaps name.")] = None,
+    capture: Annotated[Path | None, typer.Option(help="Instead: a file of `skinny capture`.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size; shapes are per rank.")] = None,
+    rows: Annotated[str, typer.Option("-M", help="`1-16` or `1,2,4`. Default: all, or those of the capture.")] = "",
+    time_budget: Annotated[float, typer.Option(help="Seconds after which nothing new is begun.")] = 120.0,
+    out: Annotated[Path | None, typer.Option(help="Plan to write. Default: a name in the user plan folder.")] = None,
+    kernels: Annotated[
+        list[str] | None, typer.Option(help="Kernel that races, `bf16_simt:1-4`; may repeat. Default: all.")
+    ] = None,
+    peer_folder: Annotated[Path | None, typer.Option(help="Folder with vLLM's skinny_gemm.py.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier run ended.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Begin anew and overwrite.")] = False,
+) -> None:
+    """Measure which kernel is fastest for each shape and M on this GPU, and write a plan. Needs a GPU.
+
+    cuBLAS and the peers race in every round, cold and hot; wrong results are never timed. Every cell is on disk at
+    once. Exits with 0 when all cells are decided, 3 when the time budget ended first, 1 when one failed or on Ctrl-C.
+
+    Example: `skinny tune qwen3-8b -M 1,2,4`
+    """
+    from skinny_lab.tune import command, request
+
+    target = request.find(model, shapes, capture, tp)
+    chosen = command.Options(rows, time_budget, out, kernels or (), peer_folder, resume, force)
+    raise typer.Exit(command.run(target, chosen))
+
+
+@app.command()
+def report(
+    plan: Annotated[
+        list[str] | None, typer.Argument(help="Model packages (`qwen3`) or plan files. Default: all shipped plans.")
+    ] = None,
+    limit: Annotated[
+        list[Path] | None, typer.Option("--limit", help="CSV of the race to the memory's limit; may repeat.")
+    ] = None,
+    tpot: Annotated[list[Path] | None, typer.Option("--tpot", help="CSV of time per output token; may repeat.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for `index.html` and the SVG files.")] = Path("skinny-report"),
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 where a file differs.")] = False,
+) -> None:
+    """Draw plans and committed rows: one HTML page and its SVG files. Measures nothing, needs no GPU.
+
+    Refused cells and null results are shown. The same input gives the same bytes with one version of matplotlib, which
+    the extra `skinny-lab[report]` brings.
+
+    Example: `skinny report qwen3 --tpot benchmarks/results/h200/tpot-qwen3-8b.csv --out report`
+    """
+    from skinny_lab.report import command
+
+    raise typer.Exit(command.run(plan or [], limit=limit or [], tpot=tpot or [], out=out, check=check))
 
 
 @app.command()

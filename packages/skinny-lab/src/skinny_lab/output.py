@@ -56,3 +56,9 @@ def facts(title: str, rows: Mapping[str, str | Text]) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong, short enough for a cell of a table or a file."""
+    text = error.what if isinstance(error, SkinnyError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:400]

@@ -168,7 +168,7 @@ def run(
             except Exception as error:  # one cell's failure must not lose the cells behind it
                 files.fail(shape.name, m, f"{type(error).__name__}: {error}")
                 say(f"{shape.name} M={m} failed: {type(error).__name__}: {str(error)[:300]}")
-                if not _alive():
+                if not machine.alive():
                     return "device"
                 continue
             needed[shape.name] = clock() - start
@@ -330,12 +330,3 @@ def _prepare(
     for (name, n, k, at), why in made.refused.items():
         peers.exclude(name, n, k, at, why)
     return made
-
-
-def _alive() -> bool:
-    """Whether the CUDA context still works."""
-    try:
-        torch.cuda.synchronize()
-    except Exception:  # whatever it says, this process cannot measure any more
-        return False
-    return True

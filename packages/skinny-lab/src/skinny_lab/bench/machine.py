@@ -37,6 +37,15 @@ def gpu(index: int = 0) -> Gpu:
     return Gpu(int(sm), int(memory), driver, max(0, len(pids) - 1))
 
 
+def alive() -> bool:
+    """Whether the CUDA context still works; after an illegal access it does not, and this process cannot measure."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # what torch raises here depends on how the device failed
+        return False
+    return True
+
+
 def sm_clock(index: int = 0) -> int:
     """SM clock in MHz, quickly: through the driver's library rather than a process; 0 where `pynvml` is absent."""
     try:

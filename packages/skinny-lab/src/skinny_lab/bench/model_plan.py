@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -114,18 +115,50 @@ def _in_model(
         groups.setdefault((name, measured.m), []).append((measured, projection))
     for (name, m), members in groups.items():
         config = package.configs[name]
-        step = decode_step.DecodeStep(config, package.projections(config, 1), m)
-        arms: dict[str, dict[str, decode_step.Linear]] = {"original": {}}
+        swaps = {projection.name: ((projection.name,), measured) for measured, projection in members}
+        found_us = in_step(config, package.projections(config, 1), m, swaps)
         for measured, projection in members:
-            arms[projection.name] = {projection.name: _as_linear(measured)}
-        times = step.compare(arms, rounds=tuning.LONG_ROUNDS)
-        for measured, projection in members:
-            delta = (times[projection.name] - times["original"]) * step.scale(projection.name)
-            deltas[measured.problem, m] = delta
+            delta = deltas[measured.problem, m] = found_us[projection.name]
             progress(f"{name}/{projection.name} M={m} in a decode step: {delta:+.1f} us")
-        del step
-        torch.cuda.empty_cache()
     return deltas
+
+
+def has_step(projections: Iterable[Projection]) -> bool:
+    """Whether a decode step can be made of a model's projections: all those of a dense decoder are there."""
+    return set(decode_step.PROJECTIONS) <= {p.name for p in projections if not p.part_of}
+
+
+def in_step(
+    config: Mapping[str, Any],
+    projections: tuple[Projection, ...],
+    m: int,
+    swaps: Mapping[str, tuple[Sequence[str], tuning.Measured]],
+    *,
+    tp: int = 1,
+) -> dict[str, float]:
+    """Change of a captured decode step of one rank, in microseconds of the whole model, per swap.
+
+    swaps: name -> (the projections, all of one shape, that run the measured config instead, the measurement). tp: of
+    `projections`; the step has the rank's heads and no all-reduce.
+    """
+    step = decode_step.DecodeStep(rank_config(config, tp), projections, m)
+    arms: dict[str, dict[str, decode_step.Linear]] = {"original": {}}
+    for name, (swapped, measured) in swaps.items():
+        arms[name] = dict.fromkeys(swapped, _as_linear(measured))
+    times = step.compare(arms, rounds=tuning.LONG_ROUNDS)
+    found = {name: (times[name] - times["original"]) * step.scale(names[0]) for name, (names, _) in swaps.items()}
+    del step
+    torch.cuda.empty_cache()
+    return found
+
+
+def rank_config(config: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
+    """The config with the attention heads of one of `tp` ranks."""
+    size = decode_step.Dimensions.of(config)
+    return config if tp == 1 else {
+        **config, "head_dim": size.head_dim, "num_attention_heads": size.heads // tp,
+        "num_key_value_heads": max(1, size.kv_heads // tp),
+    }  # fmt: skip
 
 
 def _as_linear(measured: tuning.Measured) -> decode_step.Linear:

@@ -15,12 +15,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from skinny_core import kernels, warmup
 from skinny_core.device import DeviceKey
+from skinny_core.errors import SkinnyError
 from skinny_core.problem import KernelConfig, Problem
 
 CompileJob = tuple[KernelConfig, Problem, int]
@@ -218,3 +219,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
             except OSError:  # what was never read is flushed at close
                 continue
+
+
+def compile_all(jobs: Sequence[CompileJob], key: DeviceKey, seconds: float) -> bool:
+    """Returns whether everything was tried in time. What is missing although it was will say why when it is raced."""
+    ends = time.monotonic() + seconds
+    # Shapes of one K mostly share their machine code; a kernel whose code depends on N is left for a second wave.
+    for any_n in (True, False):
+        try:
+            jobs = missing(jobs, key)
+        except (SkinnyError, OSError):
+            return True  # a DSL is absent: its contestants say so, the others race
+        few = {
+            (config, replace(problem, n=1) if any_n else problem, m): (config, problem, m)
+            for config, problem, m in jobs
+        }
+        left = max(0.0, ends - time.monotonic())
+        if few and not prepare(list(few.values()), [], key, seconds=left).complete:
+            return False
+    return True

@@ -37,7 +37,8 @@ class NumericsError(SkinnyError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Best config of one kernel for one Problem and M, with its rivals."""
+    """Best config of one kernel for one Problem and M, with its rivals. clocks: SM clock in MHz, lowest and highest of
+    before and after. finalists: every config of the long race, fastest cold one first."""
 
     problem: Problem
     m: int
@@ -48,6 +49,7 @@ class Measured:
     clocks: tuple[int, int]
     tried: int
     wrong: tuple[str, ...] = field(default=())
+    finalists: tuple[KernelConfig, ...] = field(default=())
 
     @property
     def ours(self) -> race.Times:
@@ -66,12 +68,15 @@ def measure(
     *,
     peers: PeerMaker | None = None,
     configs: Iterable[KernelConfig] | None = None,
+    clock: Callable[[], int] | None = None,
 ) -> Measured:
     """Race every candidate of the entrants (or just `configs`) with cuBLAS and the peers at M = m.
 
+    clock: reads the SM clock in MHz; default `nvidia-smi`, which takes a good part of a second.
     Raises `NumericsError` where no candidate gives right results.
     """
-    before = gpu().sm_mhz
+    clock = clock or (lambda: gpu().sm_mhz)
+    before = clock()
     configs = candidates(entrants, problem, m) if configs is None else list(configs)
     runs: dict[str, race.Run] = {}
     failed: dict[str, str] = {}
@@ -101,7 +106,7 @@ def measure(
     cold = race.race(arena, m, {**chosen, **rivals}, rounds=LONG_ROUNDS, out=out)
     hot = race.race(arena, m, {**chosen, base: rivals[base]}, rounds=LONG_ROUNDS, hot=True, out=out)
     best = choose(finalists, cold, hot, m)
-    after = gpu().sm_mhz
+    after = clock()
     return Measured(
         problem=problem,
         m=m,
@@ -112,6 +117,7 @@ def measure(
         clocks=(min(before, after), max(before, after)),
         tried=len(runs),
         wrong=tuple(name for name in errors if name not in right and name not in rivals),
+        finalists=tuple(by_name[name] for name in sorted(finalists, key=lambda name: cold[name].p50)),
     )
 
 

@@ -17,6 +17,9 @@ from skinny_lab import output, plans
 from skinny_lab.explain.target import RequestError
 from skinny_lab.replay import view
 
+COMPILE_SECONDS = 600.0
+"""What is not compiled by then is compiled when it is raced."""
+
 
 def run(
     text: str, *, cells: Sequence[str], out: Path | None, peer_folder: Path | None, require: float, any_device: bool
@@ -41,7 +44,7 @@ def run(
     if out is not None:
         _must_be_writable(out)
 
-    from skinny_lab.bench import machine, rows
+    from skinny_lab.bench import machine, prepare, rows
     from skinny_lab.bench.peers import peer_maker
     from skinny_lab.replay import measure
 
@@ -60,7 +63,8 @@ def run(
     try:
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("compiling", total=len(racing))
-            measure.compile_all(racing, key)
+            jobs = [(cell.kernel_config, cell.problem(None), cell.m) for cell in racing]
+            prepare.compile_all(jobs, key, COMPILE_SECONDS)
             for row in measure.run(measure.Setting(plan, key, environment, peers), racing):
                 found.append(row)
                 progress.update(task, advance=1, description=row.cell)

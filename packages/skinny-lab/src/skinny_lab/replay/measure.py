@@ -9,15 +9,13 @@ import torch
 
 from skinny_core import kernels
 from skinny_core.device import DeviceKey
-from skinny_core.errors import KernelRefusedError, SkinnyError
+from skinny_core.errors import KernelRefusedError
 from skinny_core.plan import Cell, Environment, Plan
 from skinny_core.problem import DType, Epilogue
-from skinny_lab.bench import contestants, prepare, race, tuning
+from skinny_lab.bench import contestants, machine, race, tuning
+from skinny_lab.output import one_line
 from skinny_lab.replay.rule import Judgement, Outcome, judge
 from skinny_lab.replay.spread import Speedup
-
-COMPILE_SECONDS = 600.0
-"""What is not compiled by then is compiled when it is raced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +90,6 @@ def why_left_out(cell: Cell) -> str:
     return ""
 
 
-def compile_all(cells: Sequence[Cell], key: DeviceKey, seconds: float = COMPILE_SECONDS) -> None:
-    """Fill the disk cache in worker processes. Best effort: what is missing afterwards is compiled by the race."""
-    jobs = [(cell.kernel_config, cell.problem(None), cell.m) for cell in cells]
-    # Shapes of one K mostly share their machine code; a kernel whose code depends on N is left for a second wave.
-    for wave in (lambda p: replace(p, n=1), lambda p: p):
-        try:
-            jobs = prepare.missing(jobs, key)
-        except (SkinnyError, OSError):
-            return  # a DSL is absent: each of its cells will say so
-        few = {(config, wave(problem), m): (config, problem, m) for config, problem, m in jobs}
-        if few and not prepare.prepare(list(few.values()), [], key, seconds=seconds).complete:
-            return
-
-
 def run(setting: Setting, cells: Sequence[Cell]) -> Iterator[Replayed]:
     """Measure each cell; those of one shape follow each other. A cell that fails is told, the others go on.
 
@@ -126,8 +110,8 @@ def run(setting: Setting, cells: Sequence[Cell]) -> Iterator[Replayed]:
                     arena = race.Arena(n, k, dtype.torch, setting.key.l2_bytes)
                 yield _measure(setting, arena, cell)
             except Exception as error:  # one cell's failure, of whatever kind, must not lose the cells behind it
-                yield _failed(setting, cell, _said(error))
-                dead = "" if _alive() else cell.id
+                yield _failed(setting, cell, one_line(error))
+                dead = "" if machine.alive() else cell.id
         del arena
         if not dead:
             torch.cuda.empty_cache()
@@ -179,18 +163,3 @@ def _row(setting: Setting, cell: Cell, said: Judgement) -> Replayed:
         gpu=environment.gpu, driver=environment.driver, torch=environment.torch, commit=environment.commit,
         date=environment.date,
     )  # fmt: skip
-
-
-def _said(error: Exception) -> str:
-    """One line, short enough for a cell of a table."""
-    text = error.what if isinstance(error, SkinnyError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:400]
-
-
-def _alive() -> bool:
-    """Whether the CUDA context still works."""
-    try:
-        torch.cuda.synchronize()
-    except Exception:  # what torch raises here depends on how the device failed
-        return False
-    return True

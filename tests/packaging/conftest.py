@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -69,9 +70,14 @@ def environment(built: dict[str, Built], tmp_path_factory: pytest.TempPathFactor
     return make
 
 
+def clean() -> dict[str, str]:
+    """This environment without PYTHONPATH: pip takes a checkout that it finds there for the wheel and installs none."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(command: list[str], cwd: Path | None = None) -> str:
     """Run a command; its stdout. What it said is shown when it fails."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, env=clean(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

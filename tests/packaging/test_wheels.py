@@ -11,7 +11,7 @@ import pytest
 
 from tests.architecture.sources import wheels
 from tests.checkout import ROOT, members, project
-from tests.packaging.conftest import Built
+from tests.packaging.conftest import Built, clean
 
 NAMES = [w.name for w in wheels()]
 LIMIT_BYTES = 2_000_000
@@ -85,7 +85,7 @@ def test_the_command_works_from_wheels(environment: Callable[..., Path], config:
     """With every model package installed, one with plans and one without."""
     python = environment("skinny-lab", *MODELS)
     command = [str(python.with_name("skinny")), "explain", config, "--device", "h200", "-M", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "gate_up" in done.stdout
 

@@ -134,7 +134,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, h200: DeviceKey) -> Iterator[Log]:
         yield
 
     monkeypatch.setattr(triton_objects, "load", lambda source, spec, key, index: _Compiled(spec, log))
-    monkeypatch.setattr(host, "_require", lambda: None)
+    monkeypatch.setattr(triton_objects, "require", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: _Stream("side", 8, log))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Hashable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skinny_core import cache
+from skinny_core.errors import KernelUnavailableError
 from skinny_core.kernels import Binary
 
 if TYPE_CHECKING:
@@ -35,6 +37,16 @@ class Source:
     stem: str
     files: tuple[str, ...]
     describe: Callable[[Any], tuple[Any, dict[str, Any]]]
+
+
+def require(stem: str, available: tuple[bool, str]) -> None:
+    """Raise `KernelUnavailableError` where Triton does not import (the error in `available`) or only interprets."""
+    if not available[0]:
+        raise KernelUnavailableError(f"{stem} needs Triton: {available[1]}", "install triton>=3.6 for this torch")
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise KernelUnavailableError(
+            "TRITON_INTERPRET=1 is set, so Triton cannot compile in this process", "unset it and start again"
+        )
 
 
 def compile_for(source: Source, spec: Hashable, capability: int) -> dict[str, bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +92,7 @@ def warm(index: int | None = None, *, config: ReadConfig = DEFAULT) -> None:
 
 def prepare(key: DeviceKey, *, config: ReadConfig = DEFAULT) -> None:
     """Put the machine code for `key` into the disk cache; touches no device. Raises `KernelUnavailableError`."""
-    _require()
+    triton_objects.require(STEM, _availability())
     for padded in (False, True):
         triton_objects.stored(build.SOURCE, config.spec(padded=padded), key)
 
@@ -115,7 +114,7 @@ def _loaded(spec: Spec, index: int) -> Any:
         return found
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise CompileForbiddenError(f"{STEM} is not loaded, during graph capture", "call prefetch.warm() before")
-    _require()
+    triton_objects.require(STEM, _availability())
     key = device.current_key(index)
     if key is None:
         raise KernelUnavailableError(f"{STEM} needs a CUDA device", "run on a machine with one")
@@ -139,16 +138,6 @@ def _launch(address: int, extent: Extent, index: int, config: ReadConfig) -> Non
             address, 0, vectors, extent.row_bytes // VECTOR_BYTES, extent.stride, 0,
             *spec.constants.values(), stream=torch.cuda.current_stream(index).cuda_stream,
         )  # fmt: skip
-
-
-def _require() -> None:
-    available, text = _availability()
-    if not available:
-        raise KernelUnavailableError(f"{STEM} needs Triton: {text}", "install triton>=3.6 for this torch")
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        raise KernelUnavailableError(
-            "TRITON_INTERPRET=1 is set, so Triton cannot compile in this process", "unset it and start again"
-        )
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -189,13 +188,7 @@ class Bf16Stream:
     def _require(self, config: StreamConfig, problem: Problem, m: int) -> None:
         if refusal := self.refuses(config, problem, m):
             raise operands.refused(STEM, refusal, "another config or problem")
-        available, text = self.availability()
-        if not available:
-            raise KernelUnavailableError(f"{STEM} needs Triton: {text}", "install triton>=3.6 for this torch")
-        if os.environ.get("TRITON_INTERPRET", "0") == "1":
-            raise KernelUnavailableError(
-                "TRITON_INTERPRET=1 is set, so Triton cannot compile in this process", "unset it and start again"
-            )
+        triton_objects.require(STEM, self.availability())
 
 
 def _specs(config: StreamConfig, problem: Problem, key: DeviceKey, *, prewait: bool) -> set[Spec]:

@@ -13,25 +13,25 @@ The time at a few KB is launch, latency and tail with nothing to stream; what th
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from skinny_core import device, env
+from skinny_core import device
+from skinny_core.problem import KernelConfig, Problem
 from skinny_lab.bench import contestants, limit, machine, race, rows, tuning
 
 DEFAULT = (
     "bf16_simt:threads=128:rows=2:chunks=4",
-    "bf16_bulk:rows=32:cols=512:warps=8",
-    "bf16_bulk:rows=16:cols=512:warps=4:blocks_per_sm=2",
+    "bf16_mma:warps=8:parts=2:loads=2:unroll=2",
+    "bf16_mma:warps=4:parts=8:loads=2:unroll=2:blocks=8",
 )
 MEGABYTES = (0, 2, 4, 8, 16, 24, 32, 48, 64)
 """Sizes of the weight; 0 stands for one row of N per SM."""
-FORMS = ("prewait", "wait first", "no pdl")
+FORMS = {"prewait": (1, True), "wait first": (1, False), "no pdl": (0, False)}
+"""Config key `pdl`, and whether weights may be read early. bf16_stream has no such key and cannot race here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,16 @@ class Fit:
         return cls(mean_y - slope * mean_x, 1 / slope, ordered[0].p50)
 
 
-@contextmanager
-def form(name: str) -> Iterator[bool]:
-    """Inside, kernels are compiled for this form; yields whether weights may be read early."""
-    before = os.environ.get("SKINNY")
-    if name == "no pdl":
-        os.environ["SKINNY"] = ",".join(filter(None, (before, "pdl=off")))
-    env.settings.cache_clear()
-    try:
-        yield name == "prewait"
-    finally:
-        os.environ.pop("SKINNY", None)
-        if before is not None:
-            os.environ["SKINNY"] = before
-        env.settings.cache_clear()
+def forms(config: KernelConfig, problem: Problem, m: int) -> dict[str, race.Run]:
+    """Every form of a config, by "config|form". The config is named without `pdl`, which the form says."""
+    params = {key: value for key, value in config.params if key != "pdl"}
+    plain = KernelConfig.of(config.kernel, params)
+    return {
+        f"{plain}|{name}": contestants.ours(
+            KernelConfig.of(config.kernel, params | {"pdl": pdl}), problem, m, prewait=prewait
+        )
+        for name, (pdl, prewait) in FORMS.items()
+    }
 
 
 def measure(entrants: Sequence[limit.Entrant], k: int, m: int, sizes: Sequence[int], rounds: int) -> Iterator[Point]:
@@ -98,9 +94,7 @@ def measure(entrants: Sequence[limit.Entrant], k: int, m: int, sizes: Sequence[i
         runs: dict[str, race.Run] = {f"{contestants.BASELINE}|": contestants.cublas()}
         for entrant in entrants:
             for config in entrant.configs(problem, m):
-                for name in FORMS:
-                    with form(name) as prewait:
-                        runs[f"{config}|{name}"] = contestants.ours(config, problem, m, prewait=prewait)
+                runs |= forms(config, problem, m)
         wrong = [name for name, error in tuning.check(arena, problem, m, runs).items() if error > 5e-3]
         if wrong:
             raise SystemExit(f"wrong results at N = {n}: {wrong}")

@@ -1,6 +1,6 @@
 """What kernels, fused epilogues and prefetching are worth in a decode step, together and each alone.
 
-`python benchmarks/in_model.py --out DIR --model qwen3-8b --rows 1 4 8 16 --config bf16_bulk:rows=32:cols=512:warps=8`
+`python benchmarks/in_model.py --out DIR --model qwen3-8b --config bf16_mma:warps=8:parts=2:loads=2:unroll=2`
 
 A captured step of a few layers and the LM head (`decode_step.py`), for every M in these arms:
 

@@ -84,8 +84,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kernels",
         nargs="+",
-        default=["bf16_simt:1-4", "bf16_bulk", "bf16_mma", "bf16_stream"],
-        help="kernels of ours, with their M or a grid of configs: bf16_simt:1-4 bf16_bulk:1-16:rows=16,32:cols=512",
+        default=["bf16_simt:1-2", "bf16_mma", "bf16_stream"],
+        help="kernels of ours, with their M or a grid: bf16_simt:1-2 bf16_mma:1-16:warps=4,8:parts=2:loads=2:unroll=2",
     )
     parser.add_argument("--shapes", nargs="+", help="names in shapes.csv (default: all of --tp)")
     parser.add_argument("--tp", nargs="+", type=int, default=[1], help="tensor-parallel sizes whose shapes to race")

@@ -24,7 +24,7 @@ new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 print(json.dumps([sorted(new), torch.cuda.is_initialized(), seconds]))
 """
 FOREIGN = {"cutlass", "cuda", "tvm_ffi", "triton", "vllm", "transformers", "numpy", "nvidia_cutlass_dsl"}
-HOSTS = ", ".join(f"skinny_core.kernels.{stem}.host" for stem in ("bf16_simt", "bf16_stream", "bf16_mma", "bf16_bulk"))
+HOSTS = ", ".join(f"skinny_core.kernels.{stem}.host" for stem in ("bf16_simt", "bf16_stream", "bf16_mma"))
 ALL = f"skinny_core, skinny_core.op, skinny_core.warmup, skinny_core.explain, skinny_core.prefetch, {HOSTS}"
 
 

@@ -208,8 +208,8 @@ def test_the_object_is_there_before_its_manifest(folder: Path, monkeypatch: pyte
 
 
 def test_machine_code_depends_on_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = kernels.get("bf16_simt")
-    spec = host._spec(kernel.config_from({"threads": 64, "rows": 2, "chunks": 1}), Problem(n=64, k=512), 1, pdl=True)
+    kernel = host.KERNEL
+    spec = kernel.spec(kernel.config_from({"threads": 64, "rows": 2, "chunks": 1}), Problem(n=64, k=512), 1, pdl=True)
     before = cute_objects._cache_key(host.SOURCE, spec, device.product("h200"))
     assert before != cute_objects._cache_key(host.SOURCE, spec, device.product("h100-sxm"))
     monkeypatch.setattr(cache, "source_digest", lambda *names: "another")

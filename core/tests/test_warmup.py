@@ -142,7 +142,7 @@ def test_worker_fills_the_disk_cache_without_a_gpu(tmp_path: Path, skinny: Calla
         pytest.skip(error)
     skinny(f"cache={tmp_path}")
     key, problem = product("h200"), Problem(n=64, k=1024)
-    config = SimtConfig(128, 1, 1)
+    config = SimtConfig(128, 1, 1, pdl=1)  # two forms: with a promise about the weight, and without
     params = kernel.params_of(config)
     assert not kernel.prepared(config, problem, 1, key, prewait=True)
     good = warmup.encode(KernelConfig.of("bf16_simt", params), problem, 1, key, True)

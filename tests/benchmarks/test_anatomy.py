@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from skinny_core import device, env
+from skinny_core import device
 from skinny_core.plan import Environment
-from skinny_lab.bench import contestants, machine, race, rows, tuning
+from skinny_core.problem import KernelConfig
+from skinny_lab.bench import contestants, limit, machine, race, rows, tuning
 
 COMMAND = Path(__file__).resolve().parents[2] / "benchmarks" / "anatomy.py"
-ENTRANTS = ["bf16_simt:threads=128:rows=2:chunks=4", "bf16_bulk:rows=32:cols=512:warps=8,16"]
+ENTRANTS = ["bf16_simt:threads=128:rows=2:chunks=4", "bf16_mma:warps=8,16:parts=2:loads=2:unroll=2"]
 
 
 @pytest.fixture
@@ -31,21 +31,23 @@ def anatomy() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("before", [None, "neighbour=on"])
-def test_the_form_without_pdl_lasts_as_long_as_its_block(
-    anatomy: ModuleType, monkeypatch: pytest.MonkeyPatch, before: str | None
+@pytest.mark.parametrize("entrant", [*ENTRANTS, ENTRANTS[0] + ":pdl=1"])
+def test_forms_differ_in_pdl_and_in_what_may_be_read_early(
+    anatomy: ModuleType, monkeypatch: pytest.MonkeyPatch, entrant: str
 ) -> None:
-    monkeypatch.delenv("SKINNY", raising=False)
-    if before:
-        monkeypatch.setenv("SKINNY", before)
-    env.settings.cache_clear()
-    with anatomy.form("no pdl") as prewait:
-        assert (prewait, env.settings().pdl) == (False, False)
-    assert (os.environ.get("SKINNY"), env.settings().pdl) == (before, True)
-    with anatomy.form("prewait") as prewait:
-        assert (prewait, env.settings().pdl) == (True, True)
-    with anatomy.form("wait first") as prewait:
-        assert (prewait, env.settings().pdl) == (False, True)
+    problem = tuning.problem_of(4096, 4096)
+    config = limit.Entrant.parse(entrant).configs(problem, 1)[0]
+    monkeypatch.setattr(contestants, "ours", lambda config, *_, prewait: (config, prewait))
+    found = anatomy.forms(config, problem, 1)
+    params = dict(config.params)
+    with_pdl, without = (KernelConfig.of(config.kernel, params | {"pdl": pdl}) for pdl in (1, 0))
+    del params["pdl"]
+    name = KernelConfig.of(config.kernel, params)
+    assert found == {
+        f"{name}|prewait": (with_pdl, True),
+        f"{name}|wait first": (with_pdl, False),
+        f"{name}|no pdl": (without, False),
+    }
 
 
 def test_a_line_through_made_up_times(

@@ -24,7 +24,7 @@ from skinny_core.problem import Epilogue, KernelConfig, Problem
 from skinny_lab.bench import contestants, decode_step, limit, machine, prepare, race, rows
 
 COMMAND = Path(__file__).resolve().parents[2] / "benchmarks" / "in_model.py"
-BULK = "bf16_bulk:rows=32:cols=256:warps=8"
+MMA = "bf16_mma:warps=8:parts=2:loads=2:unroll=2"
 OWNER = next(p for p in family.discover().packages if p.name == "qwen3")
 TINY: dict[str, Any] = dict(OWNER.configs["qwen3-8b"]) | {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -113,7 +113,7 @@ def in_model(world: World, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def _main(in_model: ModuleType, tmp_path: Path, *more: str) -> tuple[int, dict[str, Any]]:
-    code = in_model.main(["--out", str(tmp_path), "--model", "tiny", "--rows", "2", "--config", BULK, *more])
+    code = in_model.main(["--out", str(tmp_path), "--model", "tiny", "--rows", "2", "--config", MMA, *more])
     return code, {p.arm: p for p in rows.read_table(tmp_path / "in_model.csv", in_model.Point)}
 
 
@@ -123,7 +123,7 @@ QKV, OUT, GATE_UP, DOWN, HEAD = 128, 64, 192, 64, 128
 def test_every_arm_calls_what_it_says(in_model: ModuleType, world: World) -> None:
     step = decode_step.DecodeStep(TINY, OWNER.projections(TINY, 1), 2)
     projections = {p.name: p for p in OWNER.projections(TINY, 1) if not p.part_of}
-    entrants = [limit.Entrant.parse(BULK)]
+    entrants = [limit.Entrant.parse(MMA)]
     chosen = in_model.choose(step, projections, entrants, 2, device.product("h200"), print)
     arms = in_model.arms_of(chosen, projections, 2, ["0.001", "o=0.002"])
     called = {}
@@ -162,7 +162,7 @@ def test_a_run_from_the_command_line(
     assert 0 < points["gated"].rel_rmse < points["gated"].allowed < 0.05
     assert points["ours"].rounds == 15
     assert (points["ours"].device, points["ours"].commit, points["ours"].m) == ("none", "abc", 2)
-    assert "qkv=bf16_bulk(" in points["ours"].configs
+    assert "qkv=bf16_mma(" in points["ours"].configs
     assert points["stock"].configs == ""
     assert len(world.replayed) == 15 * 2 * len(points), "both forms of every arm in every round"
     assert world.races == [], "nothing to choose from"
@@ -174,12 +174,12 @@ def test_a_run_from_the_command_line(
 def test_the_fastest_of_several_configs_and_no_epilogue_where_none_can(
     in_model: ModuleType, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    several = "bf16_bulk:rows=32:cols=256:warps=4,8", "bf16_simt:threads=64:rows=2:chunks=1"
+    several = "bf16_mma:warps=4,8:parts=2:loads=2:unroll=2", "bf16_simt:threads=64:rows=2:chunks=1"
     code, points = _main(in_model, tmp_path, "--config", *several, "--prefetch")
     assert code == 0
     assert len(world.races) == 5
     assert all(len(names) > 1 for names in world.races)
-    assert "qkv=bf16_bulk(blocks_per_sm=1, cols=256" in points["ours"].configs
+    assert "qkv=bf16_mma(ahead=1, blocks=1, loads=2" in points["ours"].configs
     assert "warps=4" not in points["ours"].configs
     world.races.clear()
     _, points = _main(in_model, tmp_path, "--config", several[1], "--prefetch")
@@ -231,7 +231,7 @@ def test_nan_is_wrong_and_a_stock_step_of_nan_ends_the_run(in_model: ModuleType,
 def test_a_config_that_does_not_run_leaves_stock(
     in_model: ModuleType, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world.missing = {str(limit.Entrant.parse(BULK).configs(Problem(n=64, k=64), 2)[0])}
+    world.missing = {str(limit.Entrant.parse(MMA).configs(Problem(n=64, k=64), 2)[0])}
     code, points = _main(in_model, tmp_path, "--prefetch")
     assert (code, list(points)) == (0, ["stock", "ours", "ours again"])
     assert "does not run: no DSL here" in capsys.readouterr().out
@@ -240,7 +240,7 @@ def test_a_config_that_does_not_run_leaves_stock(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--config", "bf16_bulk:rows"), "write a kernel"),
+        (("--config", "bf16_mma:warps"), "write a kernel"),
         (("--prefetch", "v=8"), "a step has"),
         (("--prefetch", "much"), "much"),
         (("--model", "none"), "unknown model"),
@@ -260,6 +260,6 @@ def test_what_is_compiled_before_the_first_step(in_model: ModuleType, monkeypatc
     jobs: list[Any] = []
     monkeypatch.setattr(prepare, "prepare", lambda found, *a, **k: jobs.extend(found) or prepare.Prepared())
     big = {p.name: p for p in OWNER.projections(OWNER.configs["qwen3-8b"], 1) if not p.part_of}
-    in_model.prepare_all(big, [limit.Entrant.parse(BULK)], [1, 4], device.product("h200"))
+    in_model.prepare_all(big, [limit.Entrant.parse(MMA)], [1, 4], device.product("h200"))
     kinds = {(problem.epilogue, m) for _, problem, m in jobs}
     assert kinds == {(e, m) for e in (Epilogue.NONE, Epilogue.SILU_MUL, Epilogue.RESIDUAL) for m in (1, 4)}

@@ -17,12 +17,12 @@ CONFIGS = [
     KernelConfig.of("bf16_simt", {"threads": 64, "rows": 2, "chunks": 2}),
     KernelConfig.of("bf16_simt", {"threads": 256, "rows": 1, "chunks": 1, "blocks_per_sm": 2}),
     KernelConfig.of("bf16_stream", {"block_n": 16, "block_k": 128, "num_warps": 4, "num_stages": 3}),
-    KernelConfig.of("bf16_bulk", {"rows": 16, "cols": 128, "warps": 4, "blocks_per_sm": 2}),
-    KernelConfig.of("bf16_bulk", {"rows": 32, "cols": 256, "warps": 8, "resident": 1, "interleaved": 1}),
-    KernelConfig.of("bf16_mma", {"warps": 4, "tiles": 2, "unroll": 2}),
-    KernelConfig.of("bf16_mma", {"warps": 2, "tiles": 1, "unroll": 1, "blocks_per_sm": 2}),
+    KernelConfig.of("bf16_mma", {"warps": 2, "parts": 1, "loads": 1, "unroll": 1, "blocks": 2}),
+    KernelConfig.of("bf16_mma", {"warps": 4, "parts": 2, "loads": 2, "unroll": 2, "pdl": 1}),
+    KernelConfig.of("bf16_mma", {"warps": 4, "parts": 4, "loads": 2, "unroll": 2, "ahead": 2}),
+    KernelConfig.of("bf16_mma", {"warps": 2, "parts": 8, "loads": 1, "unroll": 2, "ahead": 2}),
 ]
-"""Families: streaming and persistent, activation in shared memory or not, dealt out in runs and in groups."""
+"""Families: streaming and persistent; a load of 8, 4, 2 and 1 rows; with and without dependent launch."""
 SHAPES = [(1, 300, 1032), (3, 301, 1160), (16, 299, 776)]
 """M, N, K."""
 

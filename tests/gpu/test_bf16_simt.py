@@ -15,7 +15,7 @@ from skinny_core.testing import numerics
 
 pytestmark = pytest.mark.sm90
 BLOCK = SimtConfig(threads=64, rows=2, chunks=2)
-PERSISTENT = SimtConfig(threads=512, rows=2, chunks=1, blocks_per_sm=2)
+PERSISTENT = SimtConfig(threads=512, rows=2, chunks=1, blocks_per_sm=2, pdl=1)
 
 
 def _problem(n: int, k: int, dtype: DType = DType.BF16, output: DType | None = None, residual: bool = False) -> Problem:

@@ -21,6 +21,14 @@ from tests.gpu import cells
 
 pytestmark = pytest.mark.sm90
 N, K = 1024, 1024
+SIMT = {"threads": 64, "rows": 2, "chunks": 1, "pdl": 1}
+MMA = {"warps": 4, "parts": 2, "loads": 2, "unroll": 2, "pdl": 1}
+DEPENDENT = pytest.mark.parametrize(
+    ("kernel", "config"),
+    [("bf16_simt", SIMT), ("bf16_mma", MMA), ("bf16_mma", MMA | {"parts": 8})],
+    ids=["bf16_simt", "bf16_mma", "bf16_mma parts=8"],
+)
+"""Launched with programmatic dependent launch, which is no default and without which a missing wait shows nothing."""
 
 
 def _data(m: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,10 +190,11 @@ def test_weight_updates_are_followed(gpu: DeviceKey, update: str, static_weights
     assert cells.ran() == 2
 
 
+@DEPENDENT
 @torch.no_grad()
-def test_a_weight_written_by_the_kernel_before(gpu: DeviceKey) -> None:
+def test_a_weight_written_by_the_kernel_before(gpu: DeviceKey, kernel: str, config: dict[str, int]) -> None:
     """Without the promise of static weights, the weight may come from the directly preceding kernel of one graph."""
-    cells.activate(gpu, cells.made_up(N, K, 1))
+    cells.activate(gpu, cells.made_up(N, K, 1, kernel=kernel, config=config))
     x, w = _data(1)
     sources = [torch.randn_like(w) * K**-0.5 for _ in range(2)]
     graph = torch.cuda.CUDAGraph()
@@ -201,14 +210,10 @@ def test_a_weight_written_by_the_kernel_before(gpu: DeviceKey) -> None:
         numerics.assert_bit_equal(y, expected[i % 2])
 
 
-BULK = {"rows": 16, "cols": 256, "warps": 4}
-MMA = {"warps": 4, "tiles": 2, "unroll": 2}
-
-
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize(("kernel", "config"), [("bf16_simt", None), ("bf16_bulk", BULK), ("bf16_mma", MMA)])
+@DEPENDENT
 @torch.inference_mode()
-def test_slow_producer(gpu: DeviceKey, kernel: str, config: dict[str, int] | None, captured: bool) -> None:
+def test_slow_producer(gpu: DeviceKey, kernel: str, config: dict[str, int], captured: bool) -> None:
     """A producer that triggers at once, waits 100 us and only then writes x; x is poisoned before every launch."""
     from skinny_core.testing.slow_producer import SlowProducer
 
@@ -240,19 +245,17 @@ def test_slow_producer(gpu: DeviceKey, kernel: str, config: dict[str, int] | Non
     assert cells.ran(f"kernel:{kernel}") == 16 + (16 if captured else runs)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "config"), [("bf16_simt", None), ("bf16_bulk", BULK | {"cols": 128}), ("bf16_mma", MMA | {"warps": 1})]
-)
+@DEPENDENT
 @torch.inference_mode()
-def test_a_chain_that_triggers_early(gpu: DeviceKey, kernel: str, config: dict[str, int] | None) -> None:
-    """Slow producer, a product that lets its dependents start before it ends, and one that reads its weight early.
+def test_a_chain_that_triggers_early(gpu: DeviceKey, kernel: str, config: dict[str, int]) -> None:
+    """Slow producer that triggers at once, a product that waits for it, and one that reads its weight early.
 
-    64 outputs are 64 blocks: the other SMs are free for the last product while the first still runs. On a full grid its
-    blocks could not start before the first one's had left, and nothing would be shown.
+    No product of ours triggers: the last one may start as soon as the first one's blocks have left, and its activation
+    has to be there. 64 outputs are 16 blocks: the other SMs are free.
     """
     from skinny_core.testing.slow_producer import SlowProducer
 
-    first = cells.made_up(64, K, 2, kernel="bf16_bulk", config=BULK | {"cols": 128, "trigger": 1})
+    first = cells.made_up(64, K, 2, kernel="bf16_mma", config=MMA | {"loads": 1})
     last = cells.made_up(64, 64, 2, kernel=kernel, config=config)
     cells.activate(gpu, first, last, static_weights=True)
     producer = SlowProducer(gpu.arch, microseconds=20)
@@ -272,8 +275,8 @@ def test_a_chain_that_triggers_early(gpu: DeviceKey, kernel: str, config: dict[s
     for _ in range(125):
         graph.replay()
     assert wrong.item() == 0
-    assert cells.ran("kernel:bf16_bulk") == (64 if kernel == "bf16_bulk" else 32)
-    assert cells.ran(f"kernel:{kernel}") == (64 if kernel == "bf16_bulk" else 32)
+    assert cells.ran("kernel:bf16_mma") == (64 if kernel == "bf16_mma" else 32)
+    assert cells.ran(f"kernel:{kernel}") == (64 if kernel == "bf16_mma" else 32)
 
 
 @torch.inference_mode()

@@ -116,7 +116,7 @@ def test_the_shapes_are_the_25_and_the_tensor_parallel_ones() -> None:
 
 
 def test_near_keeps_what_was_fastest_of_each_kernel_at_any_m() -> None:
-    def tried(config: str, m: int, screen: float | None, p50: float | None = None, stem: str = "bf16_bulk") -> Tried:
+    def tried(config: str, m: int, screen: float | None, p50: float | None = None, stem: str = "bf16_mma") -> Tried:
         return Tried("big", 4096, 5120, m, stem, config, 1e-3, screen, p50, p50, p50, 0, "")
 
     found = limit.near(
@@ -151,17 +151,18 @@ def test_a_run_near_another_races_only_that(fakes: Fakes, tmp_path: Path) -> Non
 def test_entrants_are_kernels_with_a_range() -> None:
     assert Entrant.parse("bf16_simt:1-4") == Entrant("bf16_simt", 1, 4)
     assert Entrant.parse("bf16_stream") == Entrant("bf16_stream", 1, 16)
-    grid = Entrant.parse("bf16_bulk:2-9:rows=16,64:cols=512,2048:warps=8")
-    assert grid == Entrant("bf16_bulk", 2, 9, (("rows", (16, 64)), ("cols", (512, 2048)), ("warps", (8,))))
+    grid = Entrant.parse("bf16_mma:2-9:warps=8,32:parts=2:loads=2:unroll=2,8")
+    assert grid == Entrant(
+        "bf16_mma", 2, 9, (("warps", (8, 32)), ("parts", (2,)), ("loads", (2,)), ("unroll", (2, 8)))
+    )  # fmt: skip
     wide = tuning.problem_of(151936, 2560)
     assert grid.configs(wide, 1) == []
     assert [str(c) for c in grid.configs(wide, 2)] == [
-        f"bf16_bulk(blocks_per_sm=1, cols={cols}, evict_first=0, interleaved=0, resident=0, rows={rows}, {last})"
-        for rows, cols in ((16, 512), (16, 2048), (64, 512))
-        for last in ("trigger=0, warps=8",)
-    ], "64 rows of 2048 do not fit three times"
-    with pytest.raises(ConfigError, match="rows is 17"):
-        Entrant.parse("bf16_bulk:rows=17:cols=512:warps=8")
+        f"bf16_mma(ahead=1, blocks=1, loads=2, parts=2, pdl=0, unroll={unroll}, warps={warps})"
+        for warps, unroll in ((8, 2), (8, 8), (32, 2))
+    ], "32 warps have no registers for 16 loads each"
+    with pytest.raises(ConfigError, match="parts is 3"):
+        Entrant.parse("bf16_mma:warps=8:parts=3:loads=2:unroll=2")
     for wrong in ("bf16_simt:4", "bf16_simt:4-1", "bf16_nothing"):
         with pytest.raises((ValueError, RuntimeError, LookupError)):
             Entrant.parse(wrong)
@@ -304,9 +305,9 @@ def test_a_resumed_run_leaves_out_the_cell_that_broke_the_device(
 
 def test_candidates_are_judged_for_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = tuning.problem_of(4096, 4096)
-    here = limit.candidates([Entrant("bf16_bulk")], problem, 4)
+    here = limit.candidates([Entrant("bf16_stream")], problem, 4)
     monkeypatch.setattr(device, "current_key", lambda index=None: DeviceKey((12, 0), 170, 100663296, "32gb"))
-    small = limit.candidates([Entrant("bf16_bulk")], problem, 4)
+    small = limit.candidates([Entrant("bf16_stream")], problem, 4)
     assert 0 < len(small) < len(here)
 
 

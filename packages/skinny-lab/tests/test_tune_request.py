@@ -126,16 +126,17 @@ def test_anchors_come_first_and_many_bytes_per_step_before_few() -> None:
 
 def test_other_m_race_what_was_fastest_beside_them() -> None:
     problem = problem_of(4096, 4096)
-    bulk = [KernelConfig.of("bf16_bulk", _params("bf16_bulk", i)) for i in range(5)]
+    both = Entrant("bf16_simt", 1, 4), Entrant("bf16_mma")
+    mma = [KernelConfig.of("bf16_mma", _params("bf16_mma", i)) for i in range(5)]
     simt = KernelConfig.of("bf16_simt", _params("bf16_simt", 0))
-    finalists = {1: bulk[4:], 2: [simt, bulk[0]], 4: bulk[:4]}
-    assert order.beside(3, finalists, DEFAULT, problem) == [simt, bulk[0], bulk[1], bulk[2]], "three of each, once"
-    assert order.beside(3, finalists, [Entrant("bf16_bulk")], problem) == bulk[:3], "what does not enter does not race"
+    finalists = {1: mma[4:], 2: [simt, mma[0]], 4: mma[:4]}
+    assert order.beside(3, finalists, both, problem) == [simt, mma[0], mma[1], mma[2]], "three of each, once"
+    assert order.beside(3, finalists, both[1:], problem) == mma[:3], "what does not enter does not race"
     assert order.beside(3, finalists, [Entrant("bf16_simt", 1, 2)], problem) == []
-    assert order.beside(2, finalists, DEFAULT, problem) == [], "an anchor races everything"
-    assert order.beside(5, {}, DEFAULT, problem) == []
+    assert order.beside(2, finalists, both, problem) == [], "an anchor races everything"
+    assert order.beside(5, {}, both, problem) == []
     wrong = problem_of(4096, 4097)
-    assert order.beside(3, finalists, DEFAULT, wrong) == [], "the predicates hold"
+    assert order.beside(3, finalists, both, wrong) == [], "the predicates hold"
 
 
 def _params(stem: str, index: int) -> dict[str, int]:

@@ -6,33 +6,37 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from skinny_core.errors import ConfigError
-from skinny_core.problem import MAX_M, DType, Epilogue, Problem, WeightScheme
+from skinny_core.problem import DType, Epilogue, Problem, WeightScheme
 
 STEM = "bf16_mma"
 WARP = 32
 VECTOR = 8
 """Elements of 2 bytes in one 16-byte load."""
 LANE_ROWS = 8
-"""Rows that one such load of a warp covers, of either operand: lane / 4 is the row."""
-STEP = 32
-"""Elements of K that it covers: four lanes of 8, two matrix instructions of 16."""
+"""Columns of the matrix instruction that the weight fills: lane / 4 is the column."""
+SPAN = 32
+"""Elements of K that one column covers: four lanes of 8, two matrix instructions of 16."""
+MAX_TOKENS = 32
+"""Rows of the activation; a plan has no more than `problem.MAX_M`."""
 MAX_K = 2**24
 MAX_ROWS = 2**30
-"""Row numbers are 32-bit, and the last group may reach past N."""
+"""Row numbers are 32-bit, and the last block may reach past N."""
 STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a block may declare without asking the driver."""
-PARTS, PART_REGISTERS, SM_THREADS, SM_SHARED = 4, 512, 2048, 224 * 1024
+SM_REGISTERS = 65536
+PARTS = 4
 MAX_REGISTERS = 255
 MAX_THREADS = 1024
 MAX_OUTPUTS = 8
 """Outputs that one thread may sum and store one after the other: above it the reduction is a serial tail."""
 ALLOWED: dict[str, tuple[int, ...]] = {
-    "warps": tuple(range(1, 17)),
-    "tiles": tuple(range(1, 9)),
+    "warps": tuple(range(1, 33)),
+    "parts": (1, 2, 4, 8),
+    "loads": tuple(range(1, 9)),
     "unroll": (1, 2, 4, 8),
-    "run": (1, 2, 4, 8),
-    "blocks_per_sm": (0, 1, 2, 3, 4, 5, 6, 8, 12, 16),
-    "l2": (0, 128, 256),
+    "ahead": (1, 2, 4),
+    "blocks": tuple(range(1, 9)),
+    "pdl": (0, 1),
 }
 
 
@@ -40,18 +44,19 @@ ALLOWED: dict[str, tuple[int, ...]] = {
 class MmaConfig:
     """How a block is made.
 
-    warps: warps of a block, all along K. tiles: tiles of 8 weight rows of a block. unroll: steps of 32 elements of K
-    that a warp keeps in flight (`unroll * tiles` loads of 512 bytes). run: consecutive steps that a warp takes before
-    the next warp's begin: 1 interleaves the warps step by step. blocks_per_sm: 0 for one block per group of rows, else
-    a persistent grid of that many blocks per SM. l2: L2 prefetch size of the weight loads in bytes (0, 128, 256).
+    warps: warps of a block, all along K. parts: a load of a warp reads 64 * parts contiguous bytes of 8 / parts rows.
+    loads: such loads side by side, so a block has `loads * 8 / parts` weight rows. unroll: steps of `32 * parts`
+    elements of K that a warp keeps in flight (`unroll * loads` loads of 512 bytes). ahead: steps of the activation in
+    flight. blocks: blocks per SM that the registers must allow. pdl: 1 to launch with programmatic dependent launch.
     """
 
     warps: int
-    tiles: int
+    parts: int
+    loads: int
     unroll: int
-    run: int = 1
-    blocks_per_sm: int = 0
-    l2: int = 0
+    ahead: int = 1
+    blocks: int = 1
+    pdl: int = 0
 
     @classmethod
     def from_params(cls, params: Mapping[str, int]) -> MmaConfig:
@@ -59,9 +64,9 @@ class MmaConfig:
         for key in params:
             if key not in ALLOWED:
                 raise ConfigError(f"{STEM}: unknown config key {key!r}", f"use: {', '.join(sorted(ALLOWED))}")
-        for key in ("warps", "tiles", "unroll"):
+        for key in ("warps", "parts", "loads", "unroll"):
             if key not in params:
-                raise ConfigError(f"{STEM}: config key {key!r} is missing", "give warps, tiles and unroll")
+                raise ConfigError(f"{STEM}: config key {key!r} is missing", "give warps, parts, loads and unroll")
         config = cls(**params)
         for each in fields(cls):
             value, allowed = getattr(config, each.name), ALLOWED[each.name]
@@ -79,114 +84,126 @@ class MmaConfig:
         return self.warps * WARP
 
     @property
+    def load_rows(self) -> int:
+        """Rows of either operand that one load of a warp covers."""
+        return LANE_ROWS // self.parts
+
+    @property
     def rows(self) -> int:
         """Weight rows of a block."""
-        return self.tiles * LANE_ROWS
+        return self.loads * self.load_rows
 
     @property
-    def round(self) -> int:
-        """Elements of K that a block holds in its registers at once."""
-        return self.warps * self.unroll * STEP
-
-    def distance(self, u: int) -> int:
-        """Elements from a warp's first step of a round to its step u; from `unroll` on, u is one of the next round.
-
-        The first warp's first step begins the round, that of the next warp lies `run` steps behind.
-        """
-        rounds, u = divmod(u, self.unroll)
-        return rounds * self.round + (u // self.run * self.run * self.warps + u % self.run) * STEP
+    def span(self) -> int:
+        """Elements of K of one load of a warp."""
+        return SPAN * self.parts
 
     @property
-    def turns(self) -> int:
-        """Buffers of partial sums: a persistent block writes one while slow warps still read the other."""
-        return 2 if self.blocks_per_sm else 1
-
-    @property
-    def flight_bytes(self) -> int:
-        """Bytes of weight that a block has in flight."""
-        return self.rows * self.round * 2
+    def stride(self) -> int:
+        """Elements of K of one step of all warps: from a warp's step to its next."""
+        return self.warps * self.span
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Everything the generated code depends on; M, N, K and the strides are read at every launch. Hashable; its `repr`
-    is part of the cache key.
+    """Everything the generated code depends on; M, N and the strides are read at every launch. Hashable; its `repr` is
+    part of the cache key.
 
-    m_tiles: 1 for M 1 to 8, 2 for M 9 to 16.
+    groups: groups of `load_rows` activation rows that hold M. epilogue: "none", "add" (a residual, or a bias as one
+    with row stride 0) or "silu_mul".
     """
 
     config: MmaConfig
-    m_tiles: int
+    k: int
+    groups: int
     dtype: str
     output: str
-    residual: bool
+    epilogue: str
     pdl: bool
     prewait: bool
 
     @property
-    def outputs(self) -> int:
-        """Outputs of a thread at the largest M."""
-        return outputs(self.config, self.m_tiles)
+    def steps(self) -> int:
+        """Steps that cover K."""
+        return -(-self.k // self.config.stride)
 
     @property
-    def resident_threads(self) -> int:
-        """Threads of the blocks that one SM is to hold at once, as far as a block could have as many."""
-        fit = blocks_that_fit(self.config, self.m_tiles)
-        return self.config.threads * max(1, min(fit, MAX_THREADS // self.config.threads))
+    def tail(self) -> bool:
+        """Whether part of the last step lies past K."""
+        return self.k % self.config.stride != 0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds after which a whole round follows, so that they request what lies inside K without a look at it."""
+        return max(0, (self.steps - self.tail) // self.config.unroll - 1)
+
+    @property
+    def tiles(self) -> int:
+        """Operands of 16 activation rows, two groups each."""
+        return -(-self.groups // 2)
+
+    @property
+    def columns(self) -> int:
+        """Activation rows of all groups, M or more."""
+        return self.groups * self.config.load_rows
+
+    @property
+    def parts_of_output(self) -> int:
+        """Weight rows of one output: gate and up in a gated product."""
+        return 2 if self.epilogue == "silu_mul" else 1
+
+    @property
+    def block_outputs(self) -> int:
+        """Output features of a block."""
+        return self.config.rows // self.parts_of_output
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a thread at the largest M."""
+        return -(-self.block_outputs * self.columns // self.config.threads)
 
     @property
     def pitch(self) -> int:
-        """Distance in words between the activation rows of the partial sums: an odd multiple of 8, so that a warp's
-        pairs fall into different banks."""
-        return self.config.rows + (0 if self.config.tiles % 2 else LANE_ROWS)
+        """Distance in words between the activation rows of the partial sums, so that a warp's stores spread over the
+        banks."""
+        return self.config.rows + (4 if self.config.rows >= 8 else 1)
 
     @property
     def shared_bytes(self) -> int:
-        """Partial sums in FP32, the only shared memory: [turns, warps, 8 * m_tiles, pitch]."""
-        return 4 * self.pitch * LANE_ROWS * self.m_tiles * self.config.warps * self.config.turns
+        """Partial sums in FP32, the only shared memory: [warps, columns, pitch]."""
+        return 4 * self.pitch * self.columns * self.config.warps
 
 
-def m_tiles(m: int) -> int:
-    """Tiles of 8 activation rows for M = m."""
-    return -(-m // LANE_ROWS)
+def groups(config: MmaConfig, m: int) -> int:
+    """Groups of activation rows that hold M."""
+    return -(-m // config.load_rows)
 
 
-def outputs(config: MmaConfig, tiles: int) -> int:
-    """Outputs of a thread for that many tiles of activation rows."""
-    return -(-config.rows * LANE_ROWS * tiles // config.threads)
+def registers(config: MmaConfig, count: int, *, tail: bool = False) -> int:
+    """Estimated registers of a thread for that many groups: what ptxas needs for sm_90a before it spills.
+
+    Fragments, sums and addresses are counted; the rest is read off a sweep of 150 configs near the limit (a test
+    compiles a sample). With two tiles and one step ahead, ptxas hoists the loads of two more steps, and deep rounds or
+    a tail take more. tail: whether part of the last step lies past K.
+    """
+    tiles = -(-count // 2)
+    wide = tiles > 1
+    ahead = 3 if wide and config.ahead == 1 else config.ahead
+    fragments = 4 * (config.unroll * config.loads + ahead * count)
+    other = 16 + 24 * (config.unroll > 2) + 12 * tail if wide else 24
+    return fragments + 4 * config.loads * tiles + 2 * (config.loads + count) + other
 
 
-OTHER_REGISTERS = 16
-"""Counters, the operands under way, constants. This, the extra register per tile and the next one are read off what
-ptxas needs for sm_90a before it spills (sweeps of 100 configs near the limit; tests compile a sample)."""
-AGAIN_REGISTERS = 20
-"""What a persistent block keeps besides: where the activation starts, the next group's rows."""
-
-
-def registers(config: MmaConfig, tiles: int) -> int:
-    """Estimated registers of a thread for that many tiles of activation rows: fragments, sums, addresses, the rest."""
-    fragments = 4 * config.unroll * (config.tiles + tiles)
-    addresses = 2 * (config.tiles + tiles)
-    again = AGAIN_REGISTERS + config.tiles + 2 * tiles if config.blocks_per_sm else 0
-    return fragments + 4 * config.tiles + addresses + OTHER_REGISTERS + config.tiles + again
-
-
-def register_limit(warps: int) -> int:
-    """Registers that each thread may have where one SM is to hold that many warps: they are spread over four parts of
-    512 registers by 32 lanes, and given out by eights."""
-    return min(MAX_REGISTERS, PART_REGISTERS // -(-warps // PARTS) // 8 * 8)
-
-
-def blocks_that_fit(config: MmaConfig, tiles: int) -> int:
-    """Blocks that one SM of capability 9.0 or 10.x holds at once, by the estimated registers; 0 where none fits."""
-    spec = Spec(config, tiles, "bf16", "bf16", residual=False, pdl=True, prewait=False)
-    warps = PART_REGISTERS // (-(-registers(config, tiles) // 8) * 8) * PARTS
-    return min(warps // config.warps, SM_THREADS // config.threads, SM_SHARED // (spec.shared_bytes + 1024), 32)
+def register_limit(config: MmaConfig) -> int:
+    """Registers that each thread may have where one SM is to hold `blocks` blocks: its four parts deal out 512 each by
+    warps and eights."""
+    warps = -(-config.warps * config.blocks // PARTS) * PARTS
+    return min(MAX_REGISTERS, SM_REGISTERS // (WARP * warps) // 8 * 8)
 
 
 def refuses(config: MmaConfig, problem: Problem, m: int) -> str | None:
     """Why this config cannot run `problem` at M = m, or None. The dispatcher, the tuner and the tests call this."""
-    return _refuses_problem(problem, m) or _refuses_config(config, m_tiles(m)) or _refuses_length(config, problem)
+    return _refuses_problem(problem, m) or _refuses_config(config, problem, m)
 
 
 def _refuses_problem(problem: Problem, m: int) -> str | None:
@@ -195,10 +212,10 @@ def _refuses_problem(problem: Problem, m: int) -> str | None:
         return f"weight {problem.weight.value} with activation {problem.activation.value}: needs bf16 or fp16 for both"
     if problem.output not in (problem.activation, DType.FP32):
         return f"output {problem.output.value}: needs the activation's dtype or fp32"
-    if problem.epilogue is Epilogue.SILU_MUL:
-        return f"epilogue {problem.epilogue.value}: gate and up rows lie in different blocks; use bf16_bulk"
-    if not 1 <= m <= MAX_M:
-        return f"M = {m}: needs 1 to {MAX_M}"
+    if problem.epilogue is Epilogue.SILU_MUL and problem.n % 2:
+        return f"N = {problem.n}: a gated product has two rows for each output"
+    if not 1 <= m <= MAX_TOKENS:
+        return f"M = {m}: needs 1 to {MAX_TOKENS}"
     if problem.k % VECTOR or not 0 < problem.k <= MAX_K:
         return f"K = {problem.k}: needs a positive multiple of {VECTOR}, at most {MAX_K}"
     if not 0 < problem.n <= MAX_ROWS:
@@ -206,23 +223,36 @@ def _refuses_problem(problem: Problem, m: int) -> str | None:
     return None
 
 
-def _refuses_config(config: MmaConfig, tiles: int) -> str | None:
-    if config.unroll % config.run:
-        return f"run = {config.run}: must divide unroll = {config.unroll}"
-    shared = Spec(config, tiles, "bf16", "bf16", residual=False, pdl=True, prewait=False).shared_bytes
-    if shared > STATIC_SHARED:
-        return f"partial sums of {shared} bytes: at most {STATIC_SHARED}"
-    if outputs(config, tiles) > MAX_OUTPUTS:
-        return f"{outputs(config, tiles)} outputs per thread: at most {MAX_OUTPUTS}"
-    used = registers(config, tiles)
-    if used > (limit := register_limit(config.warps)):
-        return f"about {used} registers: {config.warps} warps have {limit} each"
-    if config.blocks_per_sm > (most := blocks_that_fit(config, tiles)):
-        return f"{config.blocks_per_sm} blocks per SM: about {most} fit"
+def _refuses_config(config: MmaConfig, problem: Problem, m: int) -> str | None:
+    if config.unroll % config.ahead:
+        return f"ahead = {config.ahead}: must divide unroll = {config.unroll}"
+    if problem.epilogue is Epilogue.SILU_MUL and config.loads % 2:
+        return f"loads = {config.loads}: a gated product needs as many for up as for gate"
+    if config.threads * config.blocks > MAX_THREADS:
+        return f"{config.blocks} blocks of {config.threads} threads: at most {MAX_THREADS} threads together"
+    spec = spec_of(config, problem, m, pdl=False)
+    if spec.shared_bytes > STATIC_SHARED:
+        return f"partial sums of {spec.shared_bytes} bytes: at most {STATIC_SHARED}"
+    if spec.outputs > MAX_OUTPUTS:
+        return f"{spec.outputs} outputs per thread: at most {MAX_OUTPUTS}"
+    used = registers(config, spec.groups, tail=spec.tail)
+    if used > (limit := register_limit(config)):
+        return f"about {used} registers: {config.blocks} blocks of {config.warps} warps have {limit} each"
     return None
 
 
-def _refuses_length(config: MmaConfig, problem: Problem) -> str | None:
-    if config.blocks_per_sm and problem.k < config.round:
-        return f"a persistent grid needs K of at least one round of {config.round} elements"
-    return None
+_EPILOGUES = {Epilogue.NONE: "none", Epilogue.RESIDUAL: "add", Epilogue.BIAS: "add", Epilogue.SILU_MUL: "silu_mul"}
+
+
+def spec_of(config: MmaConfig, problem: Problem, m: int, *, pdl: bool) -> Spec:
+    """What is compiled for a problem at M = m. pdl: whether the device and the settings allow it."""
+    return Spec(
+        config=config,
+        k=problem.k,
+        groups=groups(config, m),
+        dtype=problem.activation.value,
+        output=problem.output.value,
+        epilogue=_EPILOGUES[problem.epilogue],
+        pdl=pdl and bool(config.pdl),
+        prewait=False,
+    )

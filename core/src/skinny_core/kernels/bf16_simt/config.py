@@ -26,14 +26,15 @@ for.
 class SimtConfig:
     """threads: threads of a block, all along K. rows: outputs of a block. chunks: 16-byte loads in flight per thread
     and row. blocks_per_sm: 0 for one block per group of rows, else a persistent grid of that many blocks per SM (only
-    where a
-    whole row fits in the registers of a block). l2: L2 prefetch size of the weight loads in bytes (0, 128, 256)."""
+    where a whole row fits in the registers of a block). l2: L2 prefetch of the weight loads in bytes (0, 128, 256).
+    pdl: 1 to launch with programmatic dependent launch."""
 
     threads: int
     rows: int
     chunks: int
     blocks_per_sm: int = 0
     l2: int = 0
+    pdl: int = 0
 
     @classmethod
     def from_params(cls, params: Mapping[str, int]) -> SimtConfig:
@@ -63,6 +64,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "chunks": (1, 2, 3, 4, 5, 6, 8),
     "blocks_per_sm": (0, 1, 2, 3, 4, 5, 6, 8, 12, 16),
     "l2": (0, 128, 256),
+    "pdl": (0, 1),
 }
 
 
@@ -133,7 +135,7 @@ def refuses(config: SimtConfig, problem: Problem, m: int) -> str | None:
     if problem.output not in (problem.activation, DType.FP32):
         return f"output {problem.output.value}: needs the activation's dtype or fp32"
     if problem.epilogue is Epilogue.SILU_MUL:
-        return f"epilogue {problem.epilogue.value}: gate and up rows lie in different blocks; use bf16_bulk"
+        return f"epilogue {problem.epilogue.value}: gate and up rows lie in different blocks; use bf16_mma"
     if not 1 <= m <= MAX_M:
         return f"M = {m}: needs 1 to {MAX_M}"
     if problem.k % VECTOR or not 0 < problem.k <= MAX_K:

@@ -140,7 +140,7 @@ def _refuses_problem(problem: Problem, m: int) -> str | None:
     if problem.output not in (problem.activation, DType.FP32):
         return f"{problem.output.value} output: must be {problem.activation.value} or fp32"
     if problem.epilogue is Epilogue.SILU_MUL:
-        return f"epilogue {problem.epilogue.value}: gate and up rows lie in different programs; use bf16_bulk"
+        return f"epilogue {problem.epilogue.value}: gate and up rows lie in different programs; use bf16_mma"
     return None
 
 

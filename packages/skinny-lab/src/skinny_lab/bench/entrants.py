@@ -23,11 +23,12 @@ class Entrant:
 
     @classmethod
     def parse(cls, text: str) -> Entrant:
-        """From "bf16_stream", "bf16_simt:1-4" or "bf16_bulk:1-16:rows=16,32:cols=512"; raises ValueError,
-        `UnknownKernelError`, `ConfigError`."""
+        """From "bf16_stream", "bf16_simt:1-4" or "bf16_mma:1-16:warps=4,8:parts=2:loads=2:unroll=2"; raises
+        ValueError, `UnknownKernelError`, `ConfigError`."""
         found = re.fullmatch(r"(\w+)(?::(\d+)-(\d+))?((?::\w+=\d+(?:,\d+)*)*)", text)
         if found is None:
-            raise ValueError(f"{text!r}: write a kernel, with its M or a grid of configs: bf16_bulk:1-4:rows=16,32")
+            example = "bf16_mma:1-4:warps=4,8:parts=2:loads=2:unroll=2"
+            raise ValueError(f"{text!r}: write a kernel, with its M or a grid of configs: {example}")
         if int(found[2] or 1) > int(found[3] or MAX_M):
             raise ValueError(f"{text!r}: no M lies from {found[2]} to {found[3]}")
         kernel = kernels.get(found[1])
@@ -56,9 +57,9 @@ class Entrant:
         return [KernelConfig.of(self.stem, kernel.params_of(config)) for config in chosen]
 
 
-DEFAULT = (Entrant("bf16_simt", 1, 4), Entrant("bf16_bulk"), Entrant("bf16_mma"), Entrant("bf16_stream"))
-"""What is raced unless somebody says otherwise. bf16_simt ends at M = 4: from there on its FMA units are the limit, not
-the memory (vLLM's kernel of the same kind has 0.62x of cuBLAS's speed at M = 8).
+DEFAULT = (Entrant("bf16_simt", 1, 2), Entrant("bf16_mma"), Entrant("bf16_stream"))
+"""What is raced unless somebody says otherwise. bf16_simt ends at M = 2: what its FMA units have to do grows with M,
+where tensor cores wait for the memory at every M (vLLM's kernel of the same kind has 0.62x of cuBLAS's speed at M = 8).
 """
 
 

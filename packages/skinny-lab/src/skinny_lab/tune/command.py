@@ -63,7 +63,7 @@ def run(target: request.Target, options: Options) -> int:
     try:
         entrants = tuple(racing.Entrant.parse(text) for text in options.kernels) or racing.DEFAULT
     except ValueError as error:
-        raise RequestError(f"--kernels: {error}", "write bf16_bulk or bf16_simt:1-4") from None
+        raise RequestError(f"--kernels: {error}", "write bf16_mma or bf16_simt:1-4") from None
     entrants, absent = available(entrants)
     cells = order.order(target.sites, ms)
     _must_be_accepted(cells, entrants, key)

@@ -1,7 +1,0 @@
-"""What `bf16_bulk` computes, in plain torch."""
-
-from __future__ import annotations
-
-from skinny_core.kernels.dense_reference import product_f32, product_f64
-
-__all__ = ["product_f32", "product_f64"]

@@ -20,7 +20,7 @@ from skinny_core.kernels.bf16_simt.config import ALLOWED, SM_REGISTERS, SimtConf
 from skinny_core.kernels.bf16_simt.host import KERNEL
 from skinny_core.problem import MAX_M, DType, Epilogue, KernelConfig, Problem, WeightScheme
 
-PARAMS = {"threads": 128, "rows": 2, "chunks": 4, "blocks_per_sm": 0, "l2": 0}
+PARAMS = {"threads": 128, "rows": 2, "chunks": 4, "blocks_per_sm": 0, "l2": 0, "pdl": 0}
 PROBLEM = Problem(n=4096, k=4096)
 CONFIGS = st.builds(SimtConfig, **{name: st.sampled_from(values) for name, values in ALLOWED.items()})
 KS = st.integers(1, 4000).map(lambda pieces: 8 * pieces)
@@ -43,6 +43,8 @@ def test_params_round_trip() -> None:
         ({"chunks": -1}, "chunks is -1"),
         ({"blocks_per_sm": 7}, "blocks_per_sm is 7"),
         ({"l2": 64}, "l2 is 64"),
+        ({"pdl": 2}, "pdl is 2"),
+        ({"pdl": True}, "pdl is True"),
     ],
 )
 def test_config_errors_name_the_key_and_what_is_allowed(change: dict[str, int], says: str) -> None:
@@ -154,6 +156,7 @@ def test_candidates_are_accepted_distinct_and_there_are_some(n: int, k: int, m: 
     assert all(refuses(config, problem, m) is None for config in found)
     assert all(KERNEL.config_from(KERNEL.params_of(config)) == config for config in found)
     assert found or k == 8 or m == 16
+    assert not any(config.pdl for config in found), "an ordinary launch costs less"
 
 
 def test_the_registry() -> None:
@@ -203,7 +206,9 @@ def test_the_cache_key_holds_everything_the_code_depends_on(change: dict[str, ob
     h200, h100 = product("h200"), product("h100-sxm")
     key = cute_objects._cache_key(host.SOURCE, spec, h200)
     assert cute_objects._cache_key(host.SOURCE, replace(spec, **change), h200) != key  # type: ignore[arg-type]
-    assert cute_objects._cache_key(host.SOURCE, replace(spec, config=replace(spec.config, rows=1)), h200) != key
+    for name, other in {"threads": 64, "rows": 1, "chunks": 2, "blocks_per_sm": 1, "l2": 128, "pdl": 1}.items():
+        changed = replace(spec, config=replace(spec.config, **{name: other}))
+        assert cute_objects._cache_key(host.SOURCE, changed, h200) != key
     assert cute_objects._cache_key(host.SOURCE, spec, h100) != key
     assert "nvidia-cutlass-dsl=" in key
     assert "apache-tvm-ffi=" in key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -26,25 +27,33 @@ def _dsl() -> None:
 FP16 = {"weight": WeightScheme.FP16, "activation": DType.FP16, "output": DType.FP16}
 # name: config, problem, M, prewait
 SPREAD: dict[str, tuple[SimtConfig, Problem, int, bool]] = {
-    "resident M1": (SimtConfig(128, 2, 4), Problem(n=4096, k=4096), 1, True),
-    "resident M1 late": (SimtConfig(128, 2, 4), Problem(n=4096, k=4096), 1, False),
-    "resident M2, K tail inside a chunk": (SimtConfig(128, 2, 4), Problem(n=4097, k=4088), 2, True),
-    "streaming M4 with tail": (SimtConfig(256, 2, 2), Problem(n=4096, k=9736), 4, True),
-    "streaming M3 late, no power of two": (SimtConfig(160, 2, 2), Problem(n=4096, k=12800), 3, False),
-    "persistent M1": (SimtConfig(256, 2, 2, 4, 256), Problem(n=24576, k=4096), 1, True),
-    "persistent M4 late": (SimtConfig(128, 1, 4, 8), Problem(n=151936, k=4096), 4, False),
-    "M16": (SimtConfig(512, 1, 1), Problem(n=4096, k=4096), 16, True),
+    "resident M1": (SimtConfig(128, 2, 4, pdl=1), Problem(n=4096, k=4096), 1, True),
+    "resident M1 late": (SimtConfig(128, 2, 4, pdl=1), Problem(n=4096, k=4096), 1, False),
+    "resident M2, K tail inside a chunk": (SimtConfig(128, 2, 4, pdl=1), Problem(n=4097, k=4088), 2, True),
+    "streaming M4 with tail, ordinary launch": (SimtConfig(256, 2, 2), Problem(n=4096, k=9736), 4, False),
+    "streaming M3 late, no power of two": (SimtConfig(160, 2, 2, pdl=1), Problem(n=4096, k=12800), 3, False),
+    "persistent M1": (SimtConfig(256, 2, 2, 4, 256, pdl=1), Problem(n=24576, k=4096), 1, True),
+    "persistent M4 late": (SimtConfig(128, 1, 4, 8, pdl=1), Problem(n=151936, k=4096), 4, False),
+    "M16, ordinary launch": (SimtConfig(512, 1, 1), Problem(n=4096, k=4096), 16, False),
     "fp16 to fp32, residual, M2": (
-        SimtConfig(320, 4, 1),
+        SimtConfig(320, 4, 1, pdl=1),
         Problem(n=5120, k=2560, **FP16 | {"output": DType.FP32}, epilogue=Epilogue.RESIDUAL),
         2,
         True,
     ),
-    "fp16 M1 tiny K": (SimtConfig(32, 1, 1), Problem(n=7, k=8, **FP16), 1, True),
-    "largest blocks M4": (SimtConfig(1024, 2, 1), Problem(n=4096, k=8192), 4, True),
+    "fp16 M1 tiny K": (SimtConfig(32, 1, 1, pdl=1), Problem(n=7, k=8, **FP16), 1, True),
+    "largest blocks M4": (SimtConfig(1024, 2, 1, pdl=1), Problem(n=4096, k=8192), 4, True),
 }  # fmt: skip
-ELSEWHERE = ["persistent M1", "streaming M4 with tail", "fp16 to fp32, residual, M2"]
+ELSEWHERE = ["persistent M1", "streaming M4 with tail, ordinary launch", "fp16 to fp32, residual, M2"]
 WAIT = "griddepcontrol.wait"
+
+
+def _weight_loads(ptx: str) -> list[int]:
+    return [found.start() for found in re.finditer(r"ld\.global\.L1::no_allocate\S*\.v4\.b32", ptx)]
+
+
+def _other_loads(ptx: str) -> list[int]:
+    return [found.start() for found in re.finditer(r"ld\.global(?!\.L1::no_allocate)", ptx)]
 
 
 def _check(binary: Binary, report: SassReport, config: SimtConfig, problem: Problem, m: int, *, prewait: bool) -> None:
@@ -54,14 +63,28 @@ def _check(binary: Binary, report: SassReport, config: SimtConfig, problem: Prob
     assert report.registers <= 255
     assert report.registers * config.threads <= 65536
     assert binary.shared_bytes <= 48 * 1024
-    weights = [found.start() for found in re.finditer(r"ld\.global\.L1::no_allocate\S*\.v4\.b32", ptx)]
-    others = [found.start() for found in re.finditer(r"ld\.global(?!\.L1::no_allocate)", ptx)]
-    stores = [found.start() for found in re.finditer(r"st\.global", ptx)]
+    weights = _weight_loads(ptx)
     assert weights
-    assert others
-    assert stores
+    assert _other_loads(ptx)
+    assert "st.global" in ptx
     assert ".nc" not in ptx, "the non-coherent path may return what was there before the predecessor wrote"
     assert not re.search(r"\b(atom|red|multimem)\.", ptx), "atomics would make the sum depend on the schedule"
+    if report.decoded:
+        opcodes = report.opcodes
+        assert sum(op.startswith("LDG.E.NA") and op.endswith(".128") for op in opcodes) >= len(weights)
+        assert not [op for op in opcodes if re.match(r"(ATOM|ATOMG|RED|REDG)(\.|$)", op) or "CONSTANT" in op]
+    if config.pdl:
+        _check_order(binary, report, prewait=prewait)
+    else:
+        assert "griddepcontrol" not in ptx, "an ordinary launch has nothing to wait for"
+        assert not [op for op in report.opcodes if op.startswith("ACQBULK")]
+
+
+def _check_order(binary: Binary, report: SassReport, *, prewait: bool) -> None:
+    """What is read and written before and after the wait."""
+    ptx = binary.ptx
+    weights, others = _weight_loads(ptx), _other_loads(ptx)
+    stores = [found.start() for found in re.finditer(r"st\.global", ptx)]
     assert ptx.count(WAIT) == 1
     wait = ptx.index(WAIT)
     assert wait < min(others), "the activation and the residual are the predecessor's output"
@@ -76,8 +99,6 @@ def _check(binary: Binary, report: SassReport, config: SimtConfig, problem: Prob
     if not report.decoded:
         return
     opcodes = report.opcodes
-    assert sum(op.startswith("LDG.E.NA") and op.endswith(".128") for op in opcodes) >= len(weights)
-    assert not [op for op in opcodes if re.match(r"(ATOM|ATOMG|RED|REDG)(\.|$)", op) or "CONSTANT" in op]
     places = [i for i, op in enumerate(opcodes) if op.startswith("ACQBULK")]
     assert len(places) == 1
     loads = [(i, op) for i, op in enumerate(opcodes) if op.startswith("LDG")]
@@ -114,7 +135,16 @@ def test_without_programmatic_launch_there_is_no_wait(skinny: Callable[[str], No
     skinny("pdl=off")
     assert not env.settings().pdl
     config, problem, m, _ = SPREAD["resident M1"]
+    assert config.pdl
     assert "griddepcontrol" not in KERNEL.cross_compile(config, problem, m, "sm_90a", prewait=False).ptx
+
+
+def test_a_config_without_pdl_is_one_form_without_a_wait() -> None:
+    config, problem, m, _ = SPREAD["resident M1"]
+    ordinary = replace(config, pdl=0)
+    late, early = (KERNEL.cross_compile(ordinary, problem, m, "sm_90a", prewait=early).ptx for early in (False, True))
+    assert late == early
+    assert "griddepcontrol" not in late
 
 
 def _shipped() -> list[tuple[str, plan.Cell, str]]:

@@ -7,19 +7,27 @@ from collections.abc import Iterator
 import pytest
 
 from skinny_core import family, kernels, plan
+from skinny_core.kernels.cute_kernel import CuteKernel
 from skinny_core.testing.sass import assert_streaming, inspect
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
 
+def _code(cell: plan.Cell) -> object:
+    """What its machine code depends on. Every kernel reads N at run time: cells that differ in it alone share one."""
+    kernel = kernels.get(cell.kernel)
+    if isinstance(kernel, CuteKernel):
+        return cell.kernel, kernel.spec(kernel.config_from(cell.config), cell.problem(None), cell.m, pdl=True)
+    return cell.kernel_config, cell.k, cell.m, cell.weight, cell.activation, cell.output, cell.epilogue
+
+
 def _codes() -> Iterator[tuple[str, plan.Cell]]:
-    """One cell for each machine code. Every kernel reads N at run time: cells that differ in it alone share one."""
+    """One cell for each machine code."""
     seen = set()
     for package in family.discover().packages:
         for file in package.plan_files():
             for cell in plan.load(file).cells:
-                code = cell.kernel_config, cell.k, cell.m, cell.weight, cell.activation, cell.output, cell.epilogue
-                if cell.status == "win" and code not in seen:
+                if cell.status == "win" and (code := _code(cell)) not in seen:
                     seen.add(code)
                     yield f"{package.name}:{cell.id}", cell
 

@@ -164,7 +164,7 @@ def test_the_command(no_clock: dict[str, float], skinny: Skinny, tmp_path: Path)
     [
         (("qwen9",), "unknown model 'qwen9'"),
         (("-M", "0"), "rows go from 1"),
-        (("-M", "7"), "no planned cell"),
+        (("qwen3-32b",), "no planned cell"),
         (("--plan", "gone.toml"), "gone.toml"),
     ],
 )

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from skinny_core.device import DeviceKey
 
 
+MEASURED = (9, 0)
+"""The capability on which configs were chosen so far."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """What a launch passes besides the four addresses, the four row strides and the stream.
@@ -99,7 +103,7 @@ class CuteKernel(ABC):
         self.stem, self.source, self._config_type = source.stem, source, config_type
 
     @abstractmethod
-    def spec(self, config: Any, problem: Problem, m: int, *, pdl: bool) -> Any:
+    def spec(self, config: Any, problem: Problem, m: int, *, pdl: bool, capability: tuple[int, int] = MEASURED) -> Any:
         """Everything the code depends on; `prewait` is False. pdl: whether the device and the settings allow it."""
 
     @abstractmethod
@@ -169,11 +173,14 @@ class CuteKernel(ABC):
 
     def cross_compile(self, config: Any, problem: Problem, m: int, arch: str, *, prewait: bool = True) -> Binary:
         """Machine code for `arch`, no device needed. prewait: the form that reads weights early, where there is one."""
-        spec = self.spec(config, problem, m, pdl=env.settings().pdl)
+        digits = arch.removeprefix("sm_").rstrip("af")
+        capability = int(digits[:-1]), int(digits[-1])
+        spec = self.spec(config, problem, m, pdl=env.settings().pdl, capability=capability)
         spec = replace(spec, prewait=prewait and spec.pdl)
         return cute_objects.binary(self.source, spec, arch, self.shared_bytes(spec, m))
 
     def _forms(self, config: Any, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> tuple[Any, ...]:
         """The spec, and with a promise about the weight also the form that reads it before the wait."""
-        spec = self.spec(config, problem, m, pdl=key.has_pdl and env.settings().pdl)
+        allowed = key.has_pdl and env.settings().pdl
+        spec = self.spec(config, problem, m, pdl=allowed, capability=key.capability)
         return (spec, replace(spec, prewait=True)) if prewait and spec.pdl else (spec,)

@@ -38,15 +38,15 @@ class Case:
 FP16 = {"weight": WeightScheme.FP16, "activation": DType.FP16, "output": DType.FP16}
 CASES = {
     # K = 264 is one piece more than 256: all but one thread of the second chunk are past the end. N is odd.
-    "M1, K tail of one piece": Case(SimtConfig(32, 2, 2), Problem(n=25, k=264), 1),
+    "M1, K tail of one piece": Case(SimtConfig(32, 2, 2, pdl=1), Problem(n=25, k=264), 1),
     "M2 streaming, K tail": Case(SimtConfig(32, 2, 1), Problem(n=26, k=536), 2),
     "M4 streaming in chunks, to FP32": Case(SimtConfig(64, 2, 2, l2=256), Problem(n=25, k=1296, output=DType.FP32), 4),
     "M3 waits first, no power of two, residual": Case(
-        SimtConfig(64, 1, 1), Problem(n=24, k=1024, epilogue=Epilogue.RESIDUAL), 3, prewait=False
+        SimtConfig(64, 1, 1, pdl=1), Problem(n=24, k=1024, epilogue=Epilogue.RESIDUAL), 3, prewait=False
     ),
-    "M2 persistent, groups left over": Case(SimtConfig(64, 2, 2, 3), Problem(n=39, k=1000), 2, sms=2),
+    "M2 persistent, groups left over": Case(SimtConfig(64, 2, 2, 3, pdl=1), Problem(n=39, k=1000), 2, sms=2),
     "M1 FP16, residual": Case(
-        SimtConfig(32, 4, 1), Problem(n=26, k=256, **FP16, epilogue=Epilogue.RESIDUAL), 1
+        SimtConfig(32, 4, 1, pdl=1), Problem(n=26, k=256, **FP16, epilogue=Epilogue.RESIDUAL), 1
     ),
 }  # fmt: skip
 
@@ -73,8 +73,12 @@ def launch(
     order: str | int = "latest",
     produced: tuple[str, ...] = ("x", "residual"),
 ) -> numerics.Guarded:
-    """Run the kernel on x [M, K] and w [N, K] as the host does; every array has gaps behind its rows, which fault."""
+    """Run the kernel on x [M, K] and w [N, K] as the host does; every array has gaps behind its rows, which fault.
+
+    produced: what the kernel before this one writes. Without `pdl` that kernel has ended, and there is no wait.
+    """
     problem, config = case.problem, case.config
+    dependent = bool(config.pdl)
     # Row strides stay multiples of 8 elements, so that every row is aligned to 16 bytes.
     x, w = numerics.padded_rows(x, 24), numerics.padded_rows(w, 8)
     out = numerics.guarded_output(case.m, problem.n, problem.output.torch, row_gap=5)
@@ -91,7 +95,7 @@ def launch(
     strides = [x.stride(0), w.stride(0), out.y.stride(0), residual.stride(0) if residual is not None else 0]
     args = [at["x"], at["w"], at["y"], at.get("residual", 0), problem.n, *strides, groups, grid]
     machine = machine or Machine(text or ptx(case), order=order)
-    machine.run(grid, config.threads, args, memory)
+    machine.run(grid, config.threads, args, memory, dependent=dependent)
     return out
 
 
@@ -150,6 +154,20 @@ def test_the_weight_is_read_before_the_wait_in_one_form_only(name: str, prewait:
         return
     with pytest.raises(EarlyAccess, match="`w`"):
         launch(case, x, w, produced=("x", "w"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_there_is_a_wait_in_the_configs_that_ask_for_it(name: str) -> None:
+    case = CASES[name]
+    assert ptx(case).count("griddepcontrol") == case.config.pdl
+    assert "griddepcontrol" not in ptx(replace(case, config=replace(case.config, pdl=0)))
+
+
+def test_an_ordinary_kernel_may_not_be_launched_as_a_dependent_one() -> None:
+    """It has no wait: whoever launches it so reads what is not written yet."""
+    ordinary = ptx(replace(BROKEN, config=replace(BROKEN.config, pdl=0)))
+    with pytest.raises(EarlyAccess, match="`x`"):
+        launch(BROKEN, *data(BROKEN), text=ordinary)
 
 
 BROKEN = CASES["M1, K tail of one piece"]

@@ -16,6 +16,8 @@ LANE_ROWS = 8
 """Columns of the matrix instruction that the weight fills: lane / 4 is the column."""
 SPAN = 32
 """Elements of K that one column covers: four lanes of 8, two matrix instructions of 16."""
+MMA_K = 16
+"""Elements of K of one matrix instruction."""
 MAX_TOKENS = 32
 """Rows of the activation; a plan has no more than `problem.MAX_M`."""
 MAX_K = 2**24
@@ -27,6 +29,9 @@ SM_REGISTERS = 65536
 PARTS = 4
 MAX_REGISTERS = 255
 MAX_THREADS = 1024
+MAX_CHAIN = 256
+"""Additions that tensor cores, which truncate each, may do in a row for an FP32 output: on an H200, 5e-6 (DESIGN 6)
+held at 267 of them and failed at 304 (K = 9728, two warps, one part). A rounded BF16 or FP16 output does not notice."""
 MAX_OUTPUTS = 8
 """Outputs that one thread may sum and store one after the other: above it the reduction is a serial tail."""
 ALLOWED: dict[str, tuple[int, ...]] = {
@@ -47,7 +52,8 @@ class MmaConfig:
     warps: warps of a block, all along K. parts: a load of a warp reads 64 * parts contiguous bytes of 8 / parts rows.
     loads: such loads side by side, so a block has `loads * 8 / parts` weight rows. unroll: steps of `32 * parts`
     elements of K that a warp keeps in flight (`unroll * loads` loads of 512 bytes). ahead: steps of the activation in
-    flight. blocks: blocks per SM that the registers must allow. pdl: 1 to launch with programmatic dependent launch.
+    flight. blocks: blocks per SM that the registers must allow on capability 9.0. pdl: 1 to launch with programmatic
+    dependent launch.
     """
 
     warps: int
@@ -180,11 +186,11 @@ def groups(config: MmaConfig, m: int) -> int:
 
 
 def registers(config: MmaConfig, count: int, *, tail: bool = False) -> int:
-    """Estimated registers of a thread for that many groups: what ptxas needs for sm_90a before it spills.
+    """Estimated registers of a thread for that many groups. tail: whether part of the last step lies past K.
 
-    Fragments, sums and addresses are counted; the rest is read off a sweep of 150 configs near the limit (a test
-    compiles a sample). With two tiles and one step ahead, ptxas hoists the loads of two more steps, and deep rounds or
-    a tail take more. tail: whether part of the last step lies past K.
+    Fragments, sums and addresses are counted; the rest is read off sweeps for sm_90a. It keeps hopeless configs out and
+    promises nothing: near the limit one config in five still spills some bytes. A test compiles all that ships.
+    With two tiles and one step ahead, ptxas hoists the loads of two more steps.
     """
     tiles = -(-count // 2)
     wide = tiles > 1
@@ -230,6 +236,9 @@ def _refuses_config(config: MmaConfig, problem: Problem, m: int) -> str | None:
         return f"loads = {config.loads}: a gated product needs as many for up as for gate"
     if config.threads * config.blocks > MAX_THREADS:
         return f"{config.blocks} blocks of {config.threads} threads: at most {MAX_THREADS} threads together"
+    chain = problem.k // (MMA_K * config.warps * config.parts)
+    if problem.output is DType.FP32 and chain > MAX_CHAIN:
+        return f"{chain} additions in a row on tensor cores: an FP32 output allows {MAX_CHAIN}"
     spec = spec_of(config, problem, m, pdl=False)
     if spec.shared_bytes > STATIC_SHARED:
         return f"partial sums of {spec.shared_bytes} bytes: at most {STATIC_SHARED}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from skinny_core.kernels import cute_objects
 from skinny_core.kernels.bf16_mma import config as _config
 from skinny_core.kernels.bf16_mma.config import STEM, MmaConfig, Spec
-from skinny_core.kernels.cute_kernel import Call, CuteKernel
+from skinny_core.kernels.cute_kernel import MEASURED, Call, CuteKernel
 from skinny_core.problem import Problem
 
 
@@ -52,8 +53,13 @@ SHAPES: tuple[tuple[int, int, int, int, int, int], ...] = (
 class Bf16Mma(CuteKernel):
     """The kernel as the dispatcher, the tuner and the tests see it."""
 
-    def spec(self, config: MmaConfig, problem: Problem, m: int, *, pdl: bool) -> Spec:
+    def spec(
+        self, config: MmaConfig, problem: Problem, m: int, *, pdl: bool, capability: tuple[int, int] = MEASURED
+    ) -> Spec:
         """Everything the code depends on."""
+        if capability != MEASURED:
+            # ptxas needs more registers elsewhere: it would spill to let that many blocks in.
+            config = replace(config, blocks=1)
         return _config.spec_of(config, problem, m, pdl=pdl)
 
     def name(self, spec: Spec) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from skinny_core.kernels import cute_objects
 from skinny_core.kernels.bf16_simt import config as _config
 from skinny_core.kernels.bf16_simt.config import SimtConfig, Spec
-from skinny_core.kernels.cute_kernel import Call, CuteKernel
+from skinny_core.kernels.cute_kernel import MEASURED, Call, CuteKernel
 from skinny_core.problem import Problem
 
 STEM = "bf16_simt"
@@ -28,7 +28,9 @@ SOURCE = cute_objects.Source(STEM, (f"{STEM}/config.py", f"{STEM}/host.py"), _ar
 class Bf16Simt(CuteKernel):
     """The kernel as the dispatcher, the tuner and the tests see it."""
 
-    def spec(self, config: SimtConfig, problem: Problem, m: int, *, pdl: bool) -> Spec:
+    def spec(
+        self, config: SimtConfig, problem: Problem, m: int, *, pdl: bool, capability: tuple[int, int] = MEASURED
+    ) -> Spec:
         """Everything the code depends on."""
         return Spec(
             config=config,

@@ -56,7 +56,7 @@ def section(summary: dict[str, Any], name: str) -> str:
     """Markdown of one device: kernels by M, then time per token by model and concurrency."""
     where = f"[benchmarks/results/{name}](benchmarks/results/{name})"
     lines = [
-        f"Measured on one {summary['device']} ({summary['date']}, commit `{summary['commit']}`; rows in {where}):",
+        f"Measured on one {summary['device']} ({summary['date']}, commit `{summary['commit'][:12]}`; rows in {where}):",
         "",
         f"| M | vs cuBLAS | vs best peer ({', '.join(summary['peers']) or 'none'}) | fraction of the memory's limit |",
         "|---:|---:|---:|---:|",

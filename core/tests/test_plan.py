@@ -391,3 +391,10 @@ def test_the_schema_file_is_the_generated_one(tmp_path: Path) -> None:
     kept = Path(plan.__file__).with_name("plan.schema.json")
     assert kept.read_text(encoding="utf-8") == (tmp_path / "new.json").read_text(encoding="utf-8")
     assert json.loads(kept.read_text(encoding="utf-8"))["$defs"]["Cell"]["additionalProperties"] is False
+
+
+def test_lines_are_looked_up_for_an_error_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up reads the whole text: one for every cell made a start with 160 cells take a second."""
+    shipped = next(Path(__file__).parents[2].glob("models/qwen3/src/*/plans/h200.toml"))
+    monkeypatch.setattr(plan.toml_text, "line_of", lambda *_: pytest.fail("nothing is wrong with this plan"))
+    assert len(plan.load(shipped).cells) >= 100

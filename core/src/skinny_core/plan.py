@@ -343,13 +343,14 @@ RMSE_GATE = {DType.BF16: 2.0e-3, DType.FP16: 2.5e-4, DType.FP32: 5.0e-6}
 
 def _check_win(cell: Cell, e: Evidence, text: str, file: str, index: int) -> None:
     """A `win` is right and faster than what it replaces; the margins of the keep rule belong to who measures."""
-    line = _cell_line(text, index, "evidence")
     if e.rel_rmse is not None and e.rel_rmse > RMSE_GATE[cell.output]:
-        what = f"cell {cell.id} is a win with rel-RMSE {e.rel_rmse}"
-        raise EvidenceError(what, "a wrong kernel wins nothing: find out why", file=file, line=line)
-    if e.candidate.p50 >= e.baseline.p50:
+        what, fix = f"cell {cell.id} is a win with rel-RMSE {e.rel_rmse}", "a wrong kernel wins nothing: find out why"
+    elif e.candidate.p50 >= e.baseline.p50:
         what = f"cell {cell.id} is a win at {e.candidate.p50} us against {e.baseline.p50}"
-        raise EvidenceError(what, 'give it status = "refused"', file=file, line=line)
+        fix = 'give it status = "refused"'
+    else:
+        return
+    raise EvidenceError(what, fix, file=file, line=_cell_line(text, index, "evidence"))
 
 
 def _check_configs(plan: Plan, text: str, file: str) -> None:

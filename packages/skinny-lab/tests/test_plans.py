@@ -10,6 +10,7 @@ import pytest
 from typer.testing import Result
 
 from skinny_core import kernels, plan
+from skinny_lab import plans
 
 Skinny = Callable[..., Result]
 TEXT = """\
@@ -196,6 +197,17 @@ def test_a_win_that_is_slower_than_a_larger_m_is_a_fault(skinny: Skinny, file: P
     assert "broken" in shown
     assert shown.count("padding would be faster") == 2, "M = 2 and M = 3, each against the fastest of those above"
     assert shown.count("yet o4096/M4") == 2
+
+
+def test_a_plan_that_holds_such_cells_back_is_sound(skinny: Skinny, file: Path) -> None:
+    """What the tuner and `measure_plan.py` write."""
+    _check(skinny, file, _win(1, 8.0), _win(2, 10.0), _win(3, 9.5), _win(4, 9.0))
+    judged, held = plans.hold_back(plan.load(file))
+    assert held == ("o4096/M2", "o4096/M3")
+    assert [cell.status for cell in judged.cells] == ["win", "refused", "refused", "win"]
+    assert judged.cells[1].why == "10.00 us, slower than M = 4 (9.00 us): measure it again"
+    assert plans.slower_than_larger(judged) == []
+    assert plans.hold_back(judged) == (judged, ())
 
 
 @pytest.mark.parametrize(

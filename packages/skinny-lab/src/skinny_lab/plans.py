@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
@@ -93,6 +94,21 @@ def slower_than_larger(found: Plan) -> list[tuple[Cell, Cell]]:
             if beating:
                 pairs.append((small, min(beating, key=lambda c: c.evidence.candidate.p50)))
     return pairs
+
+
+def hold_back(found: Plan) -> tuple[Plan, tuple[str, ...]]:
+    """The plan with every `win` that one at a larger M beats `refused`, and the ids of those."""
+    held: list[str] = []
+    while pairs := slower_than_larger(found):
+        refused = {}
+        for small, large in pairs:
+            here, there = small.evidence.candidate.p50, large.evidence.candidate.p50
+            why = f"{here:.2f} us, slower than M = {large.m} ({there:.2f} us): measure it again"
+            refused[small.id] = msgspec.structs.replace(small, status="refused", why=why)
+        held += refused
+        cells = tuple(refused.get(cell.id, cell) for cell in found.cells)
+        found = msgspec.structs.replace(found, cell=cells)
+    return found, tuple(held)
 
 
 def _fix_slower(path: Path, found: Plan, small: Cell, large: Cell) -> str:

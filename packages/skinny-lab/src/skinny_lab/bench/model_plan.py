@@ -14,6 +14,7 @@ from skinny_core.family import ModelPackage, Projection
 from skinny_core.kernels import get
 from skinny_core.plan import Cell, Plan
 from skinny_core.problem import DType, KernelConfig, Problem
+from skinny_lab import plans
 from skinny_lab.bench import contestants, decode_step, machine, race, tuning
 from skinny_lab.bench.entrants import DEFAULT, Entrant
 
@@ -61,7 +62,7 @@ def tune_models(
         used_by = tuple(f"{config}/{p.name}" for config, p in users)
         delta = in_model.get((measured.problem, measured.m))
         cells.append(tuning.cell(measured, f"{name}/{projection.name}/M{measured.m}", used_by, delta))
-    return make_plan(package.name, cells, commit=commit)
+    return plans.hold_back(make_plan(package.name, cells, commit=commit))[0]
 
 
 def make_plan(family: str, cells: Iterable[Cell], *, commit: str = "") -> Plan:

@@ -51,16 +51,11 @@ def make(target: Target, entries: Iterable[Entry]) -> Result:
     A `win` that is slower than one at a larger M, beyond the spreads, is refused, too: rows can be padded.
     """
     by_id = {cell_id(e.site, e.m): e for e in entries}
-    cells = {cell.id: cell for cell in raw_plan(target, by_id.values()).cells}
     steps = has_steps(target)
     waiting = {name for name, e in by_id.items() if needs_step(e, steps)}
-    while pairs := plans.slower_than_larger(model_plan.make_plan(target.family, cells.values())):
-        for small, large in pairs:
-            here, there = small.evidence.candidate.p50, large.evidence.candidate.p50
-            why = f"{here:.2f} us, slower than M = {large.m} ({there:.2f} us): measure it again"
-            cells[small.id] = msgspec.structs.replace(small, status="refused", why=why)
-            if not by_id[small.id].settled:
-                waiting.add(small.id)
+    judged, held = plans.hold_back(raw_plan(target, by_id.values()))
+    waiting |= {name for name in held if not by_id[name].settled}
+    cells = {cell.id: cell for cell in judged.cells}
     place = {site.name: i for i, site in enumerate(target.sites)}
     ordered = sorted(by_id, key=lambda name: (place[by_id[name].site], by_id[name].m))
     plan = model_plan.make_plan(target.family, [cells[name] for name in ordered])

@@ -69,7 +69,7 @@ def section(summary: dict[str, Any], name: str) -> str:
     counts = summary["cells"]
     lines += [
         "",
-        f"Geometric means over all measured shapes, cold L2: {counts['win']} cells run, {counts['refused']} lost and "
+        f"Geometric means over all measured shapes, cold L2: {counts['win']} cells run, {counts['refused']} "
         f"are listed as refused. Limit: weight bytes at {summary['limit_tbps']:.2f} TB/s.",
         "",
         f"Time per output token of a real vLLM engine (commit `{summary['tpot_commit']}`, median of engine steps):",

@@ -17,8 +17,7 @@ from torch.nn.functional import linear as torch_linear
 
 from skinny_core import cache, device, dispatch, env, errors, op, plan
 from skinny_core.device import DeviceKey
-from skinny_core.kernels import cute_objects, operands
-from skinny_core.kernels.bf16_simt import config as simt_config
+from skinny_core.kernels import contract, cute_objects, operands
 from skinny_core.kernels.bf16_simt import host
 from skinny_core.problem import DType, Problem
 from skinny_core.testing import numerics
@@ -295,7 +294,7 @@ def test_fork_while_another_thread_holds_the_lock() -> None:
 
 def test_row_numbers_of_a_persistent_grid_fit_32_bits() -> None:
     """`group + grid` is a 32-bit number in the kernel; the grid has at most 132 x 16 blocks today."""
-    assert simt_config.MAX_ROWS + 4096 * 16 < 2**31
+    assert contract.MAX_ROWS + 4096 * 16 < 2**31
 
 
 def test_json_schema_is_valid_json() -> None:

@@ -247,7 +247,7 @@ def test_slow_producer(gpu: DeviceKey, kernel: str, config: dict[str, int], capt
 
 @DEPENDENT
 @torch.inference_mode()
-def test_a_chain_that_triggers_early(gpu: DeviceKey, kernel: str, config: dict[str, int]) -> None:
+def test_a_chain_behind_a_producer_that_triggers_early(gpu: DeviceKey, kernel: str, config: dict[str, int]) -> None:
     """Slow producer that triggers at once, a product that waits for it, and one that reads its weight early.
 
     No product of ours triggers: the last one may start as soon as the first one's blocks have left, and its activation

@@ -16,7 +16,7 @@ import pytest
 from skinny_core import env
 from skinny_core.kernels import Binary, cute_objects
 from skinny_core.kernels.bf16_mma import config as predicates
-from skinny_core.kernels.bf16_mma.config import ALLOWED, PARTS, SM_REGISTERS, WARP, MmaConfig, Spec, register_limit
+from skinny_core.kernels.bf16_mma.config import ALLOWED, SCHEDULERS, SM_REGISTERS, WARP, MmaConfig, Spec, register_limit
 from skinny_core.kernels.bf16_mma.host import KERNEL
 from skinny_core.problem import DType, Epilogue, Problem, WeightScheme
 from skinny_core.testing import sass
@@ -74,6 +74,9 @@ def _check_order(binary: Binary, report: SassReport, spec: Spec) -> None:
     assert weights
     assert others
     assert stores
+    kept = [load for load in re.findall(r"ld\.global\S*\.v4\.b32", ptx) if "no_allocate" not in load]
+    assert kept
+    assert all("L1::evict_last" in load for load in kept), "every block reads the activation again: it stays in L1"
     assert ".nc" not in ptx, "the non-coherent path may return what was there before the predecessor wrote"
     assert not re.search(r"\b(atom|red|multimem)\.", ptx), "atomics would make the sum depend on the schedule"
     assert "launch_dependents" not in ptx
@@ -174,7 +177,7 @@ def _check(binary: Binary, report: SassReport, spec: Spec) -> None:
     assert not report.decoded or spec.shared_bytes <= report.shared_bytes <= spec.shared_bytes + 1024
     assert report.registers <= register_limit(config)
     # What `blocks` promises: a part of the SM deals out its registers by warps, in eights a thread.
-    warps = SM_REGISTERS // PARTS // WARP // (-(-report.registers // 8) * 8) * PARTS
+    warps = SM_REGISTERS // SCHEDULERS // WARP // (-(-report.registers // 8) * 8) * SCHEDULERS
     assert warps // config.warps >= config.blocks, f"{report.registers} registers, wanted {config.blocks} blocks per SM"
 
 

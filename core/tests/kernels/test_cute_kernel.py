@@ -76,7 +76,7 @@ class Tiny(CuteKernel):
         return (Config(),)
 
 
-SOURCE = cute_objects.Source("tiny", (), lambda spec: ())
+SOURCE = cute_objects.Source("tiny", ())
 TINY = Tiny(SOURCE, Config)
 OLD = replace(H200, capability=(8, 0))
 """A device without programmatic dependent launch."""

@@ -102,6 +102,31 @@ def test_configs_of_vllms_kernel_reach_up_to_the_next_swept_m() -> None:
     assert libraries.swept_config(configs, 768, 2560, 1) is None
 
 
+def test_vllms_kernel_races_as_vllm_launches_it_and_without_pdl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
+    (tmp_path / "skinny_gemm.py").write_text(
+        "from dataclasses import dataclass\n"
+        "ran = []\n"
+        "@dataclass(frozen=True)\n"
+        "class SkinnyGemmConfig:\n"
+        "    m: int\n    block_size: int\n    outputs_per_block: int\n    k_unroll: int\n    vector_width: int = 8\n"
+        "class ShapeDynamicSkinnyGemm:\n"
+        "    def __init__(self): self._compiled = {}\n"
+        "    def _compile(self, dtype, config, flag):\n"
+        "        pdl = self._use_pdl()\n"
+        "        self._compiled[dtype, config, flag] = lambda *args: ran.append(pdl)\n"
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
+    found = {peer.name: peer for peer in libraries.vllm_cute(tmp_path, vllm_cute_configs())}
+    assert list(found) == ["vllm_cute", "vllm_cute_no_pdl"]
+    x = torch.zeros(4, 8, dtype=torch.bfloat16)
+    for peer in found.values():
+        peer.make(PLAIN, 4)(x, x, x)
+    assert sys.modules["skinny_peer_vllm_cute.skinny_gemm"].ran == [True, False]
+
+
 def test_an_excluded_peer_is_left_out_of_that_cell_only() -> None:
     peers = Peers([Peer("p", lambda problem, m: None, lambda problem, m: lambda x, w, y: None, lambda problem, m: "")])
     peers.exclude("p", 4096, 4096, 2, "it hung")

@@ -6,7 +6,7 @@ A kernel's own host.py gives the predicates, the candidates and what its functio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,17 @@ class Call:
 
     sizes: tuple[int, ...]
     last: tuple[int, ...] = ()
+
+
+SMALL_BYTES = 6_000_000
+"""Weights below it gain from programmatic launch: 0.5 us at 1 MB, 0.1 at 4; from 8 MB on it costs
+(benchmarks/results/h200/sweeps/2026-11-30-anatomy.csv)."""
+
+
+def with_pdl(configs: Sequence[Any], problem: Problem) -> tuple[Any, ...]:
+    """The configs, and for a small weight each with `pdl` as well."""
+    small = problem.weight_bytes < SMALL_BYTES
+    return (*configs, *(replace(config, pdl=1) for config in configs if small))
 
 
 class CuteLauncher:

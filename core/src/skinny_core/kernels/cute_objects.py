@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import tempfile
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +32,12 @@ class Source:
     """Where the code of one kernel is.
 
     stem: folder under `kernels/`, and the name of the function to launch in its `kernel.py`. files: further modules of
-    that folder, or paths under `kernels/`, that the machine code depends on. arguments: example arguments of the
-    function for a spec (types count, values do not); called where the DSL is imported.
+    that folder, or paths under `kernels/`, that the machine code depends on. `kernel.py` also has `example()`:
+    arguments of the function in front of the spec, of which only the types count.
     """
 
     stem: str
     files: tuple[str, ...]
-    arguments: Callable[[Any], tuple[Any, ...]]
 
     def digest(self) -> str:
         """SHA-256 over every file that the machine code depends on."""
@@ -108,12 +107,13 @@ def _compile(source: Source, spec: Hashable, arch: str, *, keep: bool = False) -
     """Run the DSL compiler for `arch`."""
     import cutlass.cute as cute
 
-    function = getattr(_module(source), source.stem)
+    module = _module(source)
+    function, example = getattr(module, source.stem), module.example()
     with tempfile.TemporaryDirectory(prefix="skinny-") as dump:
         options = f"--enable-tvm-ffi --gpu-arch={arch}"
         if keep:
             options += f" --keep-ptx --keep-cubin --dump-dir={dump}"
-        compiled = cute.compile(function, *source.arguments(spec), spec, options=options)
+        compiled = cute.compile(function, *example, spec, options=options)
         if keep:
             # Read while the dump folder exists; the attributes are lazy in some releases.
             _ = compiled.__ptx__, compiled.__cubin__

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
-from skinny_core.errors import ConfigError
-from skinny_core.problem import DType, Epilogue, Problem, WeightScheme
+from skinny_core.kernels import contract
+from skinny_core.problem import DType, Epilogue, Problem
 
 STEM = "bf16_mma"
 WARP = 32
-VECTOR = 8
-"""Elements of 2 bytes in one 16-byte load."""
 LANE_ROWS = 8
 """Columns of the matrix instruction that the weight fills: lane / 4 is the column."""
 SPAN = 32
@@ -20,13 +18,11 @@ MMA_K = 16
 """Elements of K of one matrix instruction."""
 MAX_TOKENS = 32
 """Rows of the activation; a plan has no more than `problem.MAX_M`."""
-MAX_K = 2**24
-MAX_ROWS = 2**30
-"""Row numbers are 32-bit, and the last block may reach past N."""
 STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a block may declare without asking the driver."""
 SM_REGISTERS = 65536
-PARTS = 4
+SCHEDULERS = 4
+"""Parts of an SM that warps and registers are dealt out to."""
 MAX_REGISTERS = 255
 MAX_THREADS = 1024
 MAX_CHAIN = 256
@@ -67,18 +63,7 @@ class MmaConfig:
     @classmethod
     def from_params(cls, params: Mapping[str, int]) -> MmaConfig:
         """Build from plan data; raises `ConfigError` naming the key and its allowed values."""
-        for key in params:
-            if key not in ALLOWED:
-                raise ConfigError(f"{STEM}: unknown config key {key!r}", f"use: {', '.join(sorted(ALLOWED))}")
-        for key in ("warps", "parts", "loads", "unroll"):
-            if key not in params:
-                raise ConfigError(f"{STEM}: config key {key!r} is missing", "give warps, parts, loads and unroll")
-        config = cls(**params)
-        for each in fields(cls):
-            value, allowed = getattr(config, each.name), ALLOWED[each.name]
-            if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
-                raise ConfigError(f"{STEM}: {each.name} is {value!r}", f"use one of {', '.join(map(str, allowed))}")
-        return config
+        return contract.parsed(cls, STEM, params, ALLOWED)
 
     def to_params(self) -> dict[str, int]:
         """The mapping `from_params` takes."""
@@ -154,14 +139,14 @@ class Spec:
         return self.groups * self.config.load_rows
 
     @property
-    def parts_of_output(self) -> int:
+    def output_rows(self) -> int:
         """Weight rows of one output: gate and up in a gated product."""
         return 2 if self.epilogue == "silu_mul" else 1
 
     @property
     def block_outputs(self) -> int:
         """Output features of a block."""
-        return self.config.rows // self.parts_of_output
+        return self.config.rows // self.output_rows
 
     @property
     def outputs(self) -> int:
@@ -203,35 +188,20 @@ def registers(config: MmaConfig, count: int, *, tail: bool = False) -> int:
 def register_limit(config: MmaConfig) -> int:
     """Registers that each thread may have where one SM is to hold `blocks` blocks: its four parts deal out 512 each by
     warps and eights."""
-    warps = -(-config.warps * config.blocks // PARTS) * PARTS
+    warps = -(-config.warps * config.blocks // SCHEDULERS) * SCHEDULERS
     return min(MAX_REGISTERS, SM_REGISTERS // (WARP * warps) // 8 * 8)
 
 
 def refuses(config: MmaConfig, problem: Problem, m: int) -> str | None:
     """Why this config cannot run `problem` at M = m, or None. The dispatcher, the tuner and the tests call this."""
-    return _refuses_problem(problem, m) or _refuses_config(config, problem, m)
-
-
-def _refuses_problem(problem: Problem, m: int) -> str | None:
-    half = (WeightScheme.BF16, DType.BF16), (WeightScheme.FP16, DType.FP16)
-    if (problem.weight, problem.activation) not in half:
-        return f"weight {problem.weight.value} with activation {problem.activation.value}: needs bf16 or fp16 for both"
-    if problem.output not in (problem.activation, DType.FP32):
-        return f"output {problem.output.value}: needs the activation's dtype or fp32"
-    if problem.epilogue is Epilogue.SILU_MUL and problem.n % 2:
-        return f"N = {problem.n}: a gated product has two rows for each output"
-    if not 1 <= m <= MAX_TOKENS:
-        return f"M = {m}: needs 1 to {MAX_TOKENS}"
-    if problem.k % VECTOR or not 0 < problem.k <= MAX_K:
-        return f"K = {problem.k}: needs a positive multiple of {VECTOR}, at most {MAX_K}"
-    if not 0 < problem.n <= MAX_ROWS:
-        return f"N = {problem.n}: needs 1 to {MAX_ROWS}"
-    return None
+    return contract.refuses(problem, m, most=MAX_TOKENS) or _refuses_config(config, problem, m)
 
 
 def _refuses_config(config: MmaConfig, problem: Problem, m: int) -> str | None:
     if config.unroll % config.ahead:
         return f"ahead = {config.ahead}: must divide unroll = {config.unroll}"
+    if problem.epilogue is Epilogue.SILU_MUL and problem.n % 2:
+        return f"N = {problem.n}: a gated product has two rows for each output"
     if problem.epilogue is Epilogue.SILU_MUL and config.loads % 2:
         return f"loads = {config.loads}: a gated product needs as many for up as for gate"
     if config.threads * config.blocks > MAX_THREADS:

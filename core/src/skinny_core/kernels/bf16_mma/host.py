@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from skinny_core.kernels import cute_objects
 from skinny_core.kernels.bf16_mma import config as _config
 from skinny_core.kernels.bf16_mma.config import STEM, MmaConfig, Spec
-from skinny_core.kernels.cute_kernel import MEASURED, Call, CuteKernel
+from skinny_core.kernels.cute_kernel import MEASURED, Call, CuteKernel, with_pdl
 from skinny_core.problem import Problem
 
-
-def _arguments(_: Spec) -> tuple[Any, ...]:
-    from cutlass import Int32, Int64
-    from cutlass.cute.runtime import make_fake_stream
-
-    addresses, sizes, strides = [Int64(0)] * 4, [Int32(1)] * 2, [Int64(0)] * 4
-    return (*addresses, *sizes, *strides, make_fake_stream())
-
-
-SOURCE = cute_objects.Source(STEM, (f"{STEM}/config.py", f"{STEM}/host.py"), _arguments)
+SOURCE = cute_objects.Source(STEM, (f"{STEM}/config.py", "contract.py"))
 
 SHAPES: tuple[tuple[int, int, int, int, int, int], ...] = (
     # warps, parts, loads, unroll, ahead, blocks
     (8, 8, 2, 2, 1, 4),
-    (4, 8, 2, 2, 1, 8),
     (8, 4, 2, 2, 1, 4),
     (8, 4, 2, 4, 1, 3),
-    (8, 4, 4, 2, 1, 2),
     (8, 2, 2, 2, 1, 4),
     (8, 2, 2, 2, 2, 2),
     (16, 2, 2, 2, 1, 2),
@@ -46,8 +34,8 @@ SHAPES: tuple[tuple[int, int, int, int, int, int], ...] = (
     (8, 2, 6, 2, 1, 2),
     (4, 2, 6, 2, 2, 3),
 )
-"""Blocks that won a shape on an H200, most parts first. What decides between them is how evenly N / rows fills the SMs;
-300 further ones that a cost model proposed for twelve shapes won nothing (benchmarks/NOTES.md)."""
+"""Blocks that won a cell on an H200, most parts first. What decides between them is how evenly N / rows fills the SMs
+(benchmarks/NOTES.md 8)."""
 
 
 class Bf16Mma(CuteKernel):
@@ -80,8 +68,9 @@ class Bf16Mma(CuteKernel):
 
     def candidates(self, problem: Problem, m: int) -> tuple[MmaConfig, ...]:
         """Configs worth racing: those of `SHAPES` that read the activation at most twice as often as the weight."""
-        able = (MmaConfig(*shape) for shape in SHAPES)
-        return tuple(c for c in able if m <= 2 * c.rows and self.refuses(c, problem, m) is None)
+        able = [MmaConfig(*shape) for shape in SHAPES]
+        found = [c for c in able if m <= 2 * c.rows and self.refuses(c, problem, m) is None]
+        return with_pdl(found, problem)
 
 
 KERNEL = Bf16Mma(SOURCE, MmaConfig)

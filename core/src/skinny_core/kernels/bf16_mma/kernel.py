@@ -23,8 +23,10 @@ from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
 from cutlass.cute.nvgpu.warp import MmaF16BF16Op
+from cutlass.cute.runtime import make_fake_stream
 
-from skinny_core.kernels.bf16_mma.config import LANE_ROWS, SPAN, VECTOR, WARP
+from skinny_core.kernels.bf16_mma.config import LANE_ROWS, SPAN, WARP
+from skinny_core.kernels.contract import VECTOR
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
 BYTES = 2
@@ -82,11 +84,11 @@ def _request(stream, u, spec, base=0):
 
 
 @cute.jit
-def _request_last(
+def _request_checked(
     stream: cutlass.Constexpr, u: cutlass.Constexpr, base: cutlass.Constexpr, inside: Boolean, spec: cutlass.Constexpr
 ):
-    """The same, but zeros where this lane's piece of the last step lies past K: in both operands, since what is there
-    instead may be NaN. K % 8 == 0: a piece is inside or outside whole.
+    """The same with a look at K in the last step: zeros where this lane's piece lies past it, in both operands, since
+    what is there instead may be NaN. K % 8 == 0: a piece is inside or outside whole.
     """
     if cutlass.const_expr(spec.tail and u == spec.steps - 1):
         for r in cutlass.range_constexpr(stream.rows):
@@ -100,7 +102,7 @@ def _request_last(
 def _begin(stream, inside, spec):
     """Request the first steps."""
     for u in range(min(stream.depth, spec.steps)):
-        _request_last(stream, u, 0, inside, spec)
+        _request_checked(stream, u, 0, inside, spec)
 
 
 def _advance(stream, spec):
@@ -160,9 +162,9 @@ def _walk(
     for u in cutlass.range_constexpr(base, spec.steps):
         _multiply(mma, acc, w, x, u, zero, spec)
         if cutlass.const_expr(u + unroll < spec.steps):
-            _request_last(w, u + unroll, base, inside, spec)
+            _request_checked(w, u + unroll, base, inside, spec)
         if cutlass.const_expr(u + ahead < spec.steps):
-            _request_last(x, u + ahead, base, inside, spec)
+            _request_checked(x, u + ahead, base, inside, spec)
 
 
 def _point(stream, base, rows, stride, first):
@@ -181,10 +183,10 @@ def _weight_rows(block, n, spec):
     further on.
     """
     config = spec.config
-    loads = config.loads // spec.parts_of_output
+    loads = config.loads // spec.output_rows
     first = block * spec.block_outputs + _row_and_part(config)[0]
     rows = [cutlass.min(first + i * config.load_rows, n - 1) for i in range(loads)]
-    return [row + part * n for part in range(spec.parts_of_output) for row in rows]
+    return [row + part * n for part in range(spec.output_rows) for row in rows]
 
 
 def _activation_rows(m, spec):
@@ -387,3 +389,9 @@ def bf16_mma(
         stream=stream,
         use_pdl=spec.pdl,
     )
+
+
+def example():
+    """Arguments of `bf16_mma` in front of the spec, for a compilation."""
+    addresses, sizes, strides = [Int64(0)] * 4, [Int32(1)] * 2, [Int64(0)] * 4
+    return (*addresses, *sizes, *strides, make_fake_stream())

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
-from skinny_core.errors import ConfigError
-from skinny_core.problem import MAX_M, DType, Epilogue, Problem, WeightScheme
+from skinny_core.kernels import contract
+from skinny_core.kernels.contract import VECTOR
+from skinny_core.problem import MAX_M, Epilogue, Problem
 
-VECTOR = 8
+STEM = "bf16_simt"
 MAX_ACCUMULATORS = 32
 MAX_FRAGMENT = 96
 """Registers per thread that weight and activation fragments may take together: above it the kernel spills on sm_90a."""
 
-MAX_K = 2**24
-MAX_ROWS = 2**30
-"""Row numbers are 32-bit, and the last group may reach past N."""
 SM_REGISTERS = 65536
 """A block's threads share them, so that a block of 1024 has 64 each, and the compiler spills what it has no room
 for.
@@ -39,19 +37,7 @@ class SimtConfig:
     @classmethod
     def from_params(cls, params: Mapping[str, int]) -> SimtConfig:
         """Build from plan data; raises `ConfigError` naming the key and its allowed values."""
-        names = {f.name for f in fields(cls)}
-        for key in params:
-            if key not in names:
-                raise ConfigError(f"bf16_simt: unknown config key {key!r}", f"use: {', '.join(sorted(names))}")
-        for key in ("threads", "rows", "chunks"):
-            if key not in params:
-                raise ConfigError(f"bf16_simt: config key {key!r} is missing", "give threads, rows and chunks")
-        config = cls(**params)
-        for key, allowed in ALLOWED.items():
-            value = getattr(config, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
-                raise ConfigError(f"bf16_simt: {key} is {value!r}", f"use one of {', '.join(map(str, allowed))}")
-        return config
+        return contract.parsed(cls, STEM, params, ALLOWED)
 
     def to_params(self) -> dict[str, int]:
         """The mapping `from_params` takes."""
@@ -129,19 +115,10 @@ def fragment_registers(config: SimtConfig, k: int, m: int) -> int:
 
 def refuses(config: SimtConfig, problem: Problem, m: int) -> str | None:
     """Why this config cannot run `problem` at M = m, or None. The dispatcher, the tuner and the tests call this."""
-    half = (WeightScheme.BF16, DType.BF16), (WeightScheme.FP16, DType.FP16)
-    if (problem.weight, problem.activation) not in half:
-        return f"weight {problem.weight.value} with activation {problem.activation.value}: needs bf16 or fp16 for both"
-    if problem.output not in (problem.activation, DType.FP32):
-        return f"output {problem.output.value}: needs the activation's dtype or fp32"
+    if why := contract.refuses(problem, m, most=MAX_M):
+        return why
     if problem.epilogue is Epilogue.SILU_MUL:
         return f"epilogue {problem.epilogue.value}: gate and up rows lie in different blocks; use bf16_mma"
-    if not 1 <= m <= MAX_M:
-        return f"M = {m}: needs 1 to {MAX_M}"
-    if problem.k % VECTOR or not 0 < problem.k <= MAX_K:
-        return f"K = {problem.k}: needs a positive multiple of {VECTOR}, at most {MAX_K}"
-    if not 0 < problem.n <= MAX_ROWS:
-        return f"N = {problem.n}: needs 1 to {MAX_ROWS}"
     if m * config.rows > MAX_ACCUMULATORS:
         return f"M * rows = {m * config.rows}: at most {MAX_ACCUMULATORS} accumulators"
     if m * config.rows > config.threads:

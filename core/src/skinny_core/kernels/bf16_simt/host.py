@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 from skinny_core.kernels import cute_objects
 from skinny_core.kernels.bf16_simt import config as _config
-from skinny_core.kernels.bf16_simt.config import SimtConfig, Spec
-from skinny_core.kernels.cute_kernel import MEASURED, Call, CuteKernel
+from skinny_core.kernels.bf16_simt.config import STEM, SimtConfig, Spec
+from skinny_core.kernels.contract import VECTOR
+from skinny_core.kernels.cute_kernel import MEASURED, Call, CuteKernel, with_pdl
 from skinny_core.problem import Problem
 
-STEM = "bf16_simt"
-
-
-def _arguments(_: Spec) -> tuple[Any, ...]:
-    from cutlass import Int32, Int64
-    from cutlass.cute.runtime import make_fake_stream
-
-    addresses, strides = [Int64(0)] * 4, [Int64(0)] * 4
-    return (*addresses, Int32(1), *strides, Int32(1), make_fake_stream())
-
-
-SOURCE = cute_objects.Source(STEM, (f"{STEM}/config.py", f"{STEM}/host.py"), _arguments)
+SOURCE = cute_objects.Source(STEM, (f"{STEM}/config.py", "contract.py"))
 
 
 class Bf16Simt(CuteKernel):
@@ -68,8 +57,8 @@ class Bf16Simt(CuteKernel):
         """
         found = []
         for threads in (64, 128, 160, 256, 320, 512):
-            row_chunks = -(-problem.k // (threads * _config.VECTOR))
-            waste = row_chunks * threads * _config.VECTOR / problem.k - 1
+            row_chunks = -(-problem.k // (threads * VECTOR))
+            waste = row_chunks * threads * VECTOR / problem.k - 1
             if waste > 0.1 and threads != 64:
                 continue
             for rows, chunks in itertools.product((1, 2, 4), sorted({1, 2, 4, row_chunks})):
@@ -82,7 +71,7 @@ class Bf16Simt(CuteKernel):
                     config = SimtConfig(threads, rows, chunks, blocks)
                     if self.refuses(config, problem, m) is None:
                         found.append(config)
-        return tuple(found)
+        return with_pdl(found, problem)
 
 
 KERNEL = Bf16Simt(SOURCE, SimtConfig)

@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, L2PrefetchSize
+from cutlass.cute.runtime import make_fake_stream
 
 VECTOR = 8  # elements of 2 bytes in one 16-byte load
 WARP = 32
@@ -297,3 +298,9 @@ def bf16_simt(
         stream=stream,
         use_pdl=spec.pdl,
     )
+
+
+def example():
+    """Arguments of `bf16_simt` in front of the spec, for a compilation."""
+    addresses, sizes, strides = [Int64(0)] * 4, [Int32(1)], [Int64(0)] * 4
+    return (*addresses, *sizes, *strides, Int32(1), make_fake_stream())

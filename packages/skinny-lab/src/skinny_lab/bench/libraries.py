@@ -7,6 +7,7 @@ into a given y, allocate nothing and take the current stream, so that they can b
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ TINYGEMM = "flashinfer_tinygemm"
 DEEPGEMM = "deepgemm"
 PDL = "_pdl"
 """Suffix of the form that is launched before the kernel ahead of it has ended (programmatic dependent launch)."""
+NO_PDL = "_no_pdl"
+"""Suffix of the other form, of a library whose own way is PDL."""
 
 CuteConfig = tuple[int, int, int]
 """(block_size, outputs_per_block, k_unroll) of vLLM's kernel."""
@@ -104,7 +107,8 @@ def refuses_deepgemm(problem: Problem, m: int) -> str | None:
 
 
 def vllm_cute(folder: Path | None, configs: Mapping[tuple[int, int, int], CuteConfig]) -> list[Peer]:
-    """vLLM's CuTe skinny GEMM from an installed vLLM, or from a folder with its `skinny_gemm.py` and `_skinny_gemm.py`.
+    """vLLM's CuTe skinny GEMM from an installed vLLM, or from a folder with its `skinny_gemm.py` and `_skinny_gemm.py`:
+    as vLLM launches it, with PDL, and without, which in a graph may be faster.
 
     configs: (N, K, M) -> the best of a sweep. A shape that was swept at other M takes the config of the next larger
     one, a shape that was not swept what vLLM's own heuristic says. Raises what the import raises.
@@ -112,15 +116,21 @@ def vllm_cute(folder: Path | None, configs: Mapping[tuple[int, int, int], CuteCo
     module = _cute_module(folder)
     from cuda.bindings.driver import CUstream
 
-    gemm = module.ShapeDynamicSkinnyGemm()
-    # The two host-specific look-ups, without the rest of vLLM; the kernel itself is theirs, unchanged.
-    gemm._stream = lambda: CUstream(torch.cuda.current_stream().cuda_stream)
-    gemm._use_pdl = lambda: True
+    def made(pdl: bool) -> Any:
+        """Their launcher. Replaced are the two host-specific look-ups; the kernel itself is unchanged."""
+        gemm = module.ShapeDynamicSkinnyGemm()
+        gemm._stream = lambda: CUstream(torch.cuda.current_stream().cuda_stream)
+        gemm._use_pdl = lambda: pdl
+        return gemm
+
+    launchers = {VLLM_CUTE: made(True), VLLM_CUTE + NO_PDL: made(False)}
 
     def choose(problem: Problem, m: int) -> Any:
         """Swept where it was, else what vLLM would take."""
         found = swept_config(configs, problem.n, problem.k, m)
-        return gemm._config(m, problem.n, problem.k) if found is None else module.SkinnyGemmConfig(m, *found)
+        if found is None:
+            return launchers[VLLM_CUTE]._config(m, problem.n, problem.k)
+        return module.SkinnyGemmConfig(m, *found)
 
     def refuses(problem: Problem, m: int) -> str | None:
         """Why not, or None."""
@@ -131,7 +141,7 @@ def vllm_cute(folder: Path | None, configs: Mapping[tuple[int, int, int], CuteCo
             return f"N = {problem.n}, K = {problem.k} are not whole blocks of {config}"
         return _refuses_fused(problem)
 
-    def make(problem: Problem, m: int) -> Run:
+    def make(gemm: Any, problem: Problem, m: int) -> Run:
         """Compiles at the first run, in this process."""
         config = choose(problem, m)
 
@@ -148,7 +158,7 @@ def vllm_cute(folder: Path | None, configs: Mapping[tuple[int, int, int], CuteCo
         c = choose(problem, m)
         return f"block_size={c.block_size}, outputs_per_block={c.outputs_per_block}, k_unroll={c.k_unroll}"
 
-    return [Peer(VLLM_CUTE, refuses, make, says)]
+    return [Peer(name, refuses, functools.partial(make, gemm), says) for name, gemm in launchers.items()]
 
 
 CUTE_MAX_M = 8

@@ -21,7 +21,7 @@ from skinny_core import device, family
 from skinny_core.errors import KernelUnavailableError
 from skinny_core.plan import Environment
 from skinny_core.problem import Epilogue, KernelConfig, Problem
-from skinny_lab.bench import contestants, decode_step, limit, machine, prepare, race, rows
+from skinny_lab.bench import contestants, decode_step, graph_step, limit, machine, prepare, race, rows
 
 COMMAND = Path(__file__).resolve().parents[2] / "benchmarks" / "in_model.py"
 MMA = "bf16_mma:warps=8:parts=2:loads=2:unroll=2"
@@ -86,7 +86,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     step = functools.partial(decode_step.DecodeStep, device="cpu", side=made)
     monkeypatch.setattr(decode_step, "DecodeStep", step)
     monkeypatch.setattr(decode_step.DecodeStep.func, "_capture", lambda self, arm: arm)
-    monkeypatch.setattr(decode_step, "_replay", replay)
+    monkeypatch.setattr(graph_step, "replay", replay)
     monkeypatch.setattr(device, "current_key", lambda: device.product("h200"))
     monkeypatch.setattr(machine, "environment", lambda *, commit: Environment(gpu="none", commit=commit))
     monkeypatch.setattr(prepare, "prepare", lambda jobs, peers, key, seconds: prepare.Prepared(compiled=len(jobs)))

@@ -47,45 +47,12 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(race, "Arena", Arena)
     monkeypatch.setattr(race, "race", timed)
     monkeypatch.setattr(contestants, "ours", lambda *args, **options: None)
-    monkeypatch.setattr(tuning, "prepare_all", lambda problems, entrants: len(list(problems)))
     monkeypatch.setattr(tuning, "check", lambda arena, problem, m, runs, **options: dict.fromkeys(runs, 1.66e-3))
     return speeds
 
 
 def _peers(problem: object, m: int) -> dict[str, race.Run]:
     return {"peer": contestants.cublas()}
-
-
-def test_a_plan_from_races(no_clock: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Step:
-        scale = decode_step.DecodeStep.scale
-
-        def __init__(self, config: Mapping[str, object], projections: object, m: int) -> None:
-            self.size = decode_step.Dimensions.of(config)
-
-        def compare(self, arms: Mapping[str, object], *, rounds: int) -> dict[str, float]:
-            slower = {"down": 0.5, "original": 0.0}
-            return {name: 100.0 + slower.get(name, -1.0) for name in arms}
-
-    monkeypatch.setattr(decode_step, "DecodeStep", Step)
-    said: list[str] = []
-    found = model_plan.tune_models(
-        PACKAGE, ["qwen3-8b"], (1, 4), peers=_peers, progress=said.append, commit="abc"
-    )  # fmt: skip
-    model_plan.save(found, tmp_path / "h200.toml")
-    loaded = plan.load(tmp_path / "h200.toml")
-    assert loaded.digest == loaded.seal()
-    assert loaded.environment.commit == "abc"
-    by_id = {cell.id: cell for cell in loaded.cells}
-    assert len(by_id) == 10
-    assert {i for i, cell in by_id.items() if cell.status == "refused"} == {"qwen3-8b/down/M4"}
-    down = by_id["qwen3-8b/down/M4"]
-    assert down.evidence.in_model_us == pytest.approx(0.5 * 36 / decode_step.LAYERS)
-    assert "decode step is 4.5 us slower" in down.why
-    assert by_id["qwen3-8b/lm_head/M4"].evidence.in_model_us == -1.0
-    assert by_id["qwen3-8b/o/M1"].evidence.peer_ahead == "peer"
-    assert by_id["qwen3-8b/o/M1"].used_by == ("qwen3-8b/o",)
-    assert len(said) == 1 + 10 + 5
 
 
 def test_every_kernel_of_ours_races(no_clock: dict[str, float]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from skinny_core import family
-from skinny_lab.bench import decode_step
+from skinny_lab.bench import decode_step, graph_step
 from skinny_lab.bench.decode_step import LAYERS, PROJECTIONS, Arm, DecodeStep
 
 PACKAGE = next(p for p in family.discover().packages if p.name == "qwen3")
@@ -161,8 +161,8 @@ def test_all_arms_run_in_every_round_and_each_starts_one(step: DecodeStep, monke
         replayed.append(name)
         return costs[name] + len(replayed) % 2
 
-    monkeypatch.setattr(step, "_capture", lambda arm: arm)
-    monkeypatch.setattr(decode_step, "_replay", replay)
+    monkeypatch.setattr(step, "_capture", decode_step._arm)
+    monkeypatch.setattr(graph_step, "replay", replay)
     arms = {"stock": {}, "ours": {"o": functional.linear}, "layers": Arm(head=False)}
     found = step.times(arms, rounds=6)
     assert {name: round(t.p50) for name, t in found.items()} == {"stock": 900, "ours": 800, "layers": 600}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -48,3 +50,18 @@ def test_order_rotates_and_idle_time_is_subtracted(monkeypatch: pytest.MonkeyPat
     assert len(rounds) == 6
     assert {first for first, *_ in rounds} == {"", "ours", "cublas"}, "every contestant starts a round"
     assert all(sorted(order) == ["", "cublas", "ours"] for order in rounds), "the baseline is in every round"
+
+
+def test_rounds_go_on_until_there_is_enough() -> None:
+    asked: list[int] = []
+
+    def enough(times: Mapping[str, race.Times]) -> bool:
+        asked.append(times["a"].rounds)
+        return times["a"].rounds >= 12
+
+    found = race.repeated(["a", "b"], lambda name: 1.0, rounds=7, enough=enough, most=31)
+    assert asked == [7, 11, 15]
+    assert {times.rounds for times in found.values()} == {15}
+    found = race.repeated(["a"], lambda name: 1.0, rounds=7, enough=lambda times: False, most=12)
+    assert found["a"].rounds == 12, "never more than the most"
+    assert race.repeated(["a"], lambda name: 1.0, rounds=3)["a"].rounds == 3

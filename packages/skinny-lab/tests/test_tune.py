@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import Result
 
-from skinny_core import device, env, kernels, plan
-from skinny_core.problem import KernelConfig, Problem
+from skinny_core import device, env, family, kernels, plan
+from skinny_core.plan import Environment
+from skinny_core.problem import DType, KernelConfig, Problem
 from skinny_lab.bench import contestants, decode_step, machine, peers, prepare, race, tuning
 from skinny_lab.bench.entrants import DEFAULT
 from skinny_lab.bench.libraries import Peer
-from skinny_lab.tune import order, run
+from skinny_lab.explain.target import RequestError
+from skinny_lab.tune import order, request, result, run, steps
+from skinny_lab.tune.store import Store, load
 
 Skinny = Callable[..., Result]
 H200 = device.product("h200")
@@ -46,6 +51,10 @@ class Fakes:
         self.complete = True
         self.spun = 0
         self.alive = True
+        self.made = 0
+        """Decode steps built."""
+        self.no_room = 0
+        """How many of the next ones do not fit."""
 
     def arena(self, n: int, k: int, dtype: torch.dtype, l2_bytes: int) -> SimpleNamespace:
         if n in self.large:
@@ -86,10 +95,22 @@ class Fakes:
         fakes = self
 
         class Step:
-            scale = decode_step.DecodeStep.scale
+            """Of a model, with the config it is made of; or of links."""
 
-            def __init__(self, config: Mapping[str, object], projections: object, m: int) -> None:
-                self.size, self.m = decode_step.Dimensions.of(config), m
+            def __init__(self, made_of: Any, *rest: object, depth: int = 1, device: str = "") -> None:
+                self.layers = decode_step.Dimensions.of(made_of).layers if isinstance(made_of, Mapping) else depth
+                self.depth = depth
+                fakes.made += 1
+                if fakes.no_room:
+                    fakes.no_room -= 1
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+
+            def at(self, m: int) -> Step:
+                self.m = m
+                return self
+
+            def scale(self, name: str) -> float:
+                return 1.0 if name == "lm_head" else self.layers / self.depth
 
             def compare(self, arms: Mapping[str, Mapping[str, object]], *, rounds: int) -> dict[str, float]:
                 fakes.now += fakes.step_seconds
@@ -124,6 +145,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     monkeypatch.setattr(tuning, "check", found.check)
     monkeypatch.setattr(contestants, "ours", lambda *args, **options: None)
     monkeypatch.setattr(decode_step, "DecodeStep", found.step())
+    monkeypatch.setattr(steps, "ChainStep", found.step())
     monkeypatch.setattr(prepare, "missing", lambda jobs, key: [] if found.complete else list(jobs)[1:])
     made = lambda *args, **options: prepare.Prepared(complete=False, refused=found.refused)  # noqa: E731
     monkeypatch.setattr(prepare, "prepare", made)
@@ -160,8 +182,9 @@ def test_a_model_end_to_end(fakes: Fakes, skinny: Skinny) -> None:
     assert len(cells) == 5 * 4
     refused = {name for name, cell in cells.items() if cell.status == "refused"}
     assert refused == {"qwen3-8b/down/M3", "qwen3-8b/down/M4"}
-    assert "decode step is 4.5 us slower" in cells["qwen3-8b/down/M4"].why
-    assert cells["qwen3-8b/o/M4"].evidence.in_model_us == -9.0
+    assert "decode step is 9.0 us slower" in cells["qwen3-8b/down/M4"].why
+    assert cells["qwen3-8b/o/M4"].evidence.in_model_us == -18.0, "36 layers, 2 in the step"
+    assert fakes.made == 1, "a step is kept from one M to the next"
     assert cells["qwen3-8b/o/M1"].evidence.peers == {"peer": 9.5}
     assert cells["qwen3-8b/o/M1"].used_by == ("qwen3-8b/o",)
     assert cells["qwen3-8b/o/M1"].evidence.clock_mhz == (1980, 1980)
@@ -192,19 +215,19 @@ def test_with_out_elsewhere_explain_needs_the_variable(fakes: Fakes, skinny: Ski
     assert "M=1 5 of 5 projections" in _text(result)
 
 
-def test_shapes_win_up_to_m_2_and_count_for_every_model(
+def test_shapes_count_for_every_model_and_have_a_step_of_their_own(
     fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path
 ) -> None:
+    fakes.steps["mine/a"] = 0.5
     result = skinny("tune", "--shapes", shapes, "-M", "1,2,4", "--out", str(tmp_path / "o.toml"))
     assert result.exit_code == 0, result.output
     cells = _plan(tmp_path / "o.toml")
     assert plan.load(tmp_path / "o.toml").family == "*"
     assert {name for name, cell in cells.items() if cell.status == "win"} == {
-        "mine/a/M1", "mine/a/M2", "mine/b/M1", "mine/b/M2",
+        "mine/a/M1", "mine/a/M2", "mine/b/M1", "mine/b/M2", "mine/b/M4",
     }  # fmt: skip
-    assert cells["mine/a/M4"].why.startswith("1.111x cold alone, but M >= 3 also needs a decode step")
-    assert fakes.stepped == []
-    assert "2 cells that pass alone: M >= 3 also needs" in _text(result)
+    assert cells["mine/a/M4"].why == "1.111x alone, but the decode step is 0.5 us slower"
+    assert fakes.stepped == [(4, ("mine/a", "mine/b"))]
     assert "count for these shapes in every model" in _text(result)
 
 
@@ -306,8 +329,9 @@ def test_a_killed_run_has_every_cell_on_disk(
     monkeypatch.setattr(tuning, "check", lambda *a, **o: timed(*a, **o) if len(fakes.cells) < 2 else killed())
     skinny("tune", "--shapes", shapes, "-M", "1,2", "--out", str(out))
     assert not out.exists()
-    left = json.loads((tmp_path / "o.toml.partial").read_text())
-    assert [(r["site"], r["m"]) for r in left["records"]] == [("mine/a", 1), ("mine/b", 1)]
+    head, *left = map(json.loads, (tmp_path / "o.toml.partial").read_text().splitlines())
+    assert head["schema"] == 2
+    assert [(r["site"], r["m"]) for r in left] == [("mine/a", 1), ("mine/b", 1)]
 
 
 def test_a_partial_of_something_else_is_not_resumed(
@@ -486,3 +510,54 @@ def test_a_long_first_cell_says_nothing_about_the_next(
     asked = ("tune", "--shapes", shapes, "-M", "1,2", "--out", str(tmp_path / "o.toml"), "--time-budget", "70")
     assert skinny(*asked).exit_code == 0
     assert len(fakes.cells) == 4
+
+
+def test_several_models_are_measured_once_and_each_package_gets_its_cells(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(4096, 4096) is o of both 8B models: one race, one decode step each; the slower one counts where it is used."""
+    packages = {p.name: p for p in family.discover().packages}
+    models = [
+        request.Model("qwen3-8b", packages["qwen3"], packages["qwen3"].configs["qwen3-8b"]),
+        request.Model("qwen3-8b", packages["qwen3"], packages["qwen3"].configs["qwen3-8b"], 4),
+        request.Model("llama-3.1-8b", packages["llama31"], packages["llama31"].configs["llama-3.1-8b"]),
+    ]
+    target = request.from_models(models, "all")
+    assert len(target.sites) == 12, "15, of which (6144, 4096) is there three times and (4096, 4096) twice"
+    store = Store(tmp_path / "m.jsonl", target, H200, Environment(gpu="then"))
+    wanted = order.order(target.sites, [1, 4])
+    session = run.Session(target, wanted, run.Settings(1000.0), store, H200, say=lambda text: None)
+    assert session.run() == "done"
+    assert len(fakes.cells) == 24
+    assert {label for e in store for label in e.in_model} == {"qwen3-8b", "qwen3-8b-tp4", "llama-3.1-8b"}
+    shared = store.entries[(6144, 4096, DType.BF16), 4]
+    assert set(shared.in_model) == {"qwen3-8b", "qwen3-8b-tp4", "llama-3.1-8b"}
+    store.add(replace(shared, in_model={**shared.in_model, "qwen3-8b-tp4": 2.0}))
+    read = load(tmp_path / "m.jsonl", target)
+    plans = {name: result.make(request.of_family(target, name), read).plan for name in packages}
+    qwen3, llama31 = ({cell.id: cell for cell in plans[name].cells} for name in ("qwen3", "llama31"))
+    assert (len(qwen3), len(llama31)) == (18, 10)
+    assert qwen3["qwen3-8b/qkv/M4"].used_by == ("qwen3-8b/qkv", "qwen3-8b-tp4/gate_up")
+    assert qwen3["qwen3-8b/qkv/M4"].status == "refused", "it is slower in one of the models that use it"
+    assert "2.0 us slower" in qwen3["qwen3-8b/qkv/M4"].why
+    assert llama31["llama-3.1-8b/qkv/M4"].status == "win"
+    assert llama31["llama-3.1-8b/qkv/M4"].used_by == ("llama-3.1-8b/qkv",)
+    assert plans["qwen3"].environment.gpu == "then"
+    assert {plans[name].family for name in plans} >= {"qwen3", "llama31"}
+    with pytest.raises(RequestError, match="other shapes"):
+        load(tmp_path / "m.jsonl", request.from_models(models[:1], "all"))
+
+
+def test_a_step_without_room_takes_that_of_the_others(fakes: Fakes, skinny: Skinny, tmp_path: Path) -> None:
+    fakes.no_room = 1
+    out = tmp_path / "o.toml"
+    assert skinny("tune", "qwen3-8b", "-M", "4", "--out", str(out)).exit_code == 0
+    assert (fakes.made, {cell.status for cell in _plan(out).values()}) == (2, {"win"})
+    fakes.no_room = 2
+    result = skinny("tune", "qwen3-8b", "-M", "4", "--out", str(out), "--force")
+    assert result.exit_code == 1
+    assert "not measured: decode step of qwen3-8b at M = 4: " in _text(result)
+    assert {cell.status for cell in _plan(out).values()} == {"refused"}
+    assert all("its decode step failed" in cell.why for cell in _plan(out).values())
+    assert skinny("tune", "qwen3-8b", "-M", "4", "--out", str(out), "--resume").exit_code == 0
+    assert {cell.status for cell in _plan(out).values()} == {"win"}

@@ -68,3 +68,22 @@ def test_a_peer_is_ahead_only_beyond_the_spread() -> None:
 def test_percentiles() -> None:
     times = race.Times.of([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (times.p20, times.p50, times.p80, times.rounds) == (2.0, 3.0, 4.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "others", "base", "enough"),
+    [
+        ((8.0, 0.1), [], (10.0, 0.1), True),  # clearly 1.05x
+        ((9.9, 0.1), [], (10.0, 0.1), True),  # clearly not
+        ((9.5, 0.1), [], (10.0, 0.1), False),  # 1.053x, within the spread of 1.05x
+        ((8.0, 0.1), [(8.05, 0.1)], (10.0, 0.1), True),  # level: either will do
+        ((8.0, 0.1), [(8.15, 0.1)], (10.0, 0.1), False),  # 2 % apart, the spreads touch
+        ((8.0, 0.1), [(8.5, 0.1)], (10.0, 0.1), True),
+    ],
+)
+def test_a_race_ends_when_its_spreads_leave_no_doubt(
+    ours: tuple[float, float], others: list[tuple[float, float]], base: tuple[float, float], enough: bool
+) -> None:
+    named = {"ours": ours, **{f"other {i}": t for i, t in enumerate(others)}, "cublas": base}
+    times = {name: _times(*t) for name, t in named.items()}
+    assert tuning.decided(times, [name for name in named if name != "cublas"], tuning.COLD_GAIN) is enough

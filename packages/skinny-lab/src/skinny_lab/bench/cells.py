@@ -13,12 +13,14 @@ from skinny_core.problem import DType, Epilogue
 from skinny_lab.bench import contestants, machine, race, tuning
 from skinny_lab.bench.rows import OURS, Row
 
+ROUNDS = 15
+
 
 def run(
     cells: Sequence[tuple[Plan, Cell]],
     *,
     peers: tuning.PeerMaker | None = None,
-    rounds: int = tuning.LONG_ROUNDS,
+    rounds: int = ROUNDS,
     hot: bool = True,
     progress: Callable[[Cell], None] = lambda _: None,
     failed: Callable[[Cell, SkinnyError], None] | None = None,

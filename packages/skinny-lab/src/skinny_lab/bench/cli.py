@@ -84,7 +84,8 @@ def bench(
 
 
 def find_cells(path: Path | None, models: list[str], key: DeviceKey) -> list[tuple[Plan, Cell]]:
-    """Cells of a file, or of every plan measured on device `key`, restricted to those some named config uses."""
+    """Cells of a file, or of every plan measured on device `key`, restricted to those some named config uses; without
+    reported ones, whose kernel need not be ours."""
     if path is not None:
         try:
             plans = [load(path)]
@@ -96,7 +97,7 @@ def find_cells(path: Path | None, models: list[str], key: DeviceKey) -> list[tup
         packages = family.discover().packages
         tables = [table.build(p.name, p, env.settings()) for p in packages]
         plans = [s.plan for t in tables for s in t.sources if s.plan.key == key]
-    used = [(p, c) for p in plans for c in p.cells]
+    used = [(p, c) for p in plans for c in p.cells if c.status != "reported"]
     if not models:
         return used
     known = {name for p in family.discover().packages for name in p.configs}

@@ -19,16 +19,15 @@ from torch.nn import functional
 
 from skinny_core import prefetch
 from skinny_core.family import Projection
-from skinny_lab.bench import race
+from skinny_lab.bench.experts import Experts
+from skinny_lab.bench.graph_step import GraphStep, Linear
 
-Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(x, w) -> y."""
 Added = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(x, w, residual) -> residual + x @ w.T."""
 CONTEXT = 1024
 LAYERS = 4
 PROJECTIONS = ("qkv", "o", "gate_up", "down", "lm_head")
-"""In the order of a step; the first four in every layer."""
+"""In the order of a step; the first four in every layer. A layer of experts has neither gate_up nor down."""
 RESIDUALS = ("o", "down")
 
 
@@ -87,11 +86,12 @@ class Dimensions:
         )
 
 
-class DecodeStep:
-    """Random weights and one decode step for M sequences.
+class DecodeStep(GraphStep):
+    """Random weights and one decode step for M sequences, of a model with a dense MLP or with experts.
 
-    device: of the weights; CPU for tests of what is called. compiled: norms, adds and SiLU through `torch.compile`, as
-    a host fuses them. side: where arms prefetch; default a `SideStream` of the current device, made when needed.
+    config: of one rank. depth: layers, each with weights of its own. device: of the weights; CPU for tests of what is
+    called. compiled: norms, adds and SiLU through `torch.compile`, as a host fuses them. side: where arms prefetch;
+    default a `SideStream` of the current device, made when needed.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class DecodeStep:
         projections: tuple[Projection, ...],
         m: int,
         *,
+        depth: int = LAYERS,
         device: str = "cuda",
         compiled: bool = False,
         side: Side | None = None,
@@ -118,13 +119,18 @@ class DecodeStep:
                 0, shape[-1] ** -0.5, generator=generator
             )
 
-        self.layers = [{name: make(whole[name].n, whole[name].k) for name in PROJECTIONS[:-1]} for _ in range(LAYERS)]
+        names = [name for name in PROJECTIONS[:-1] if name in whole]
+        self.layers = [{name: make(whole[name].n, whole[name].k) for name in names} for _ in range(depth)]
+        self.experts = [] if "gate_up" in whole else [Experts.of(config, make) for _ in range(depth)]
         self.lm_head = make(whole["lm_head"].n, whole["lm_head"].k)
         s = self.size
-        self.keys = make(LAYERS, m, s.kv_heads, CONTEXT, s.head_dim)
-        self.values = make(LAYERS, m, s.kv_heads, CONTEXT, s.head_dim)
+        self.keys = make(depth, m, s.kv_heads, CONTEXT, s.head_dim)
+        self.values = make(depth, m, s.kv_heads, CONTEXT, s.head_dim)
         self.norm = torch.ones(s.hidden, dtype=torch.bfloat16, device=device)
         self.x = make(m, s.hidden)
+
+    def _take_rows(self, m: int) -> None:
+        self.keys, self.values, self.x = self.keys[:, :m], self.values[:, :m], self.x[:m]
 
     def run(self, arm: Arm | Mapping[str, Linear], *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Logits [M, vocabulary], or the hidden state [M, hidden] of an arm without a head; a mapping is an arm's
@@ -143,11 +149,14 @@ class DecodeStep:
             return self._add_norm(h, y, norm)
 
         a = self._norm(h, norm)
-        for keys, values in zip(self.keys, self.values, strict=True):
+        for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             qkv = call("qkv", arm.linears.get("qkv", functional.linear), a)
             q = qkv[:, : s.heads * s.head_dim].view(self.m, s.heads, 1, s.head_dim)
             o = functional.scaled_dot_product_attention(q, keys.to(dtype), values.to(dtype), enable_gqa=True)
             h, a = plus("o", o.reshape(self.m, -1), h)
+            if self.experts:
+                h, a = self._add_norm(h, self.experts[i](a, self._silu_mul), norm)
+                continue
             if arm.gated is not None:
                 a = call("gate_up", arm.gated, a)
             else:
@@ -166,35 +175,9 @@ class DecodeStep:
             self._side = prefetch.SideStream(self.x.device)
         return self._side
 
-    def compare(self, arms: Mapping[str, Arm | Mapping[str, Linear]], *, rounds: int) -> dict[str, float]:
-        """Median microseconds of one step (LAYERS layers and the head) per arm; see `times`."""
-        return {name: times.p50 for name, times in self.times(arms, rounds=rounds).items()}
-
-    def times(self, arms: Mapping[str, Arm | Mapping[str, Linear]], *, rounds: int) -> dict[str, race.Times]:
-        """Microseconds of one step per arm; all arms in every round, each starting one further along."""
-        graphs = {name: self._capture(_arm(arm)) for name, arm in arms.items()}
-        found: dict[str, list[float]] = {name: [] for name in arms}
-        names = list(arms)
-        for turn in range(rounds):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                found[name].append(_replay(graphs[name]))
-        return {name: race.Times.of(values) for name, values in found.items()}
-
-    def scale(self, projection: str) -> float:
+    def scale(self, name: str) -> float:
         """Calls in the model per call in this step."""
-        return 1.0 if projection == "lm_head" else self.size.layers / LAYERS
-
-    def _capture(self, arm: Arm) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            self.run(arm)  # compiles and loads: nothing may do so during the capture
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                self.run(arm)
-        graph.replay()
-        torch.cuda.synchronize()
-        return graph
+        return 1.0 if name == "lm_head" else self.size.layers / len(self.layers)
 
 
 class _Walk:
@@ -202,7 +185,7 @@ class _Walk:
 
     def __init__(self, step: DecodeStep, arm: Arm, dtype: torch.dtype) -> None:
         self._step, self._arm, self._dtype = step, arm, dtype
-        weights = [(name, layer[name]) for layer in step.layers for name in PROJECTIONS[:-1]]
+        weights = [(name, layer[name]) for layer in step.layers for name in layer]
         self._weights = [*weights, ("lm_head", step.lm_head)] if arm.head else weights
         self._at = 0
         self._started = False
@@ -240,16 +223,3 @@ def _add_norm(h: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> tuple[t
 def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=1)
     return functional.silu(gate) * up
-
-
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    """Microseconds of one replay. One runs ahead of it: on an idle device the time would hold the host's work for the
-    launch, and the L2 what another arm left there.
-    """
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3

@@ -15,6 +15,10 @@ import torch
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(x, w, y) -> None: writes y on the current stream, may be captured."""
 
+Enough = Callable[[Mapping[str, "Times"]], bool]
+"""Whether these times allow a decision."""
+MORE = 4
+"""Rounds added at a time while they do not."""
 TARGET_US = 1000.0
 L2_FACTOR = 3
 
@@ -71,11 +75,14 @@ def race(
     hot: bool = False,
     out: torch.dtype | None = None,
     target_us: float = TARGET_US,
+    enough: Enough | None = None,
+    most: int = 0,
 ) -> dict[str, Times]:
     """Time every contestant at M = m in every round, starting each round one further along.
 
     hot: one weight only, so that what fits stays in L2. target_us: about how long one replay lasts; at least one
-    rotation of the weights. Returns percentiles in microseconds per call.
+    rotation of the weights. enough: after `rounds`, and after each `MORE` further ones up to `most`, says whether the
+    times so far allow a decision; without it there are `rounds`. Returns percentiles in microseconds per call.
     """
     x_in = arena.activation(m)
     x = torch.empty_like(x_in)
@@ -86,13 +93,37 @@ def race(
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name in names:
         graphs[name] = _capture(contestants.get(name), x_in, x, weights, y, repeats)
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        order = names[turn % len(names) :] + names[: turn % len(names)]
-        for name in order:
-            found[name].append(_replay(graphs[name]) / repeats)
-    idle = statistics.median(found.pop(""))
-    return {name: Times.of([value - idle for value in values]) for name, values in found.items()}
+    return repeated(
+        names, lambda name: _replay(graphs[name]) / repeats, less="", rounds=rounds, enough=enough, most=most
+    )  # fmt: skip
+
+
+def repeated(
+    names: Sequence[str],
+    measure: Callable[[str], float],
+    *,
+    rounds: int,
+    less: str | None = None,
+    enough: Enough | None = None,
+    most: int = 0,
+) -> dict[str, Times]:
+    """`measure(name)` of every name in every round, each round starting one name further along; see `race`.
+
+    less: the name whose median is subtracted from the others and that is left out of the answer.
+    """
+    values: dict[str, list[float]] = {name: [] for name in names}
+    done = 0
+    while True:
+        for turn in range(done, rounds):
+            at = turn % len(names)
+            for name in [*names[at:], *names[:at]]:
+                values[name].append(measure(name))
+        done = rounds
+        idle = statistics.median(values[less]) if less is not None else 0.0
+        found = {name: Times.of([v - idle for v in taken]) for name, taken in values.items() if name != less}
+        if enough is None or done >= most or enough(found):
+            return found
+        rounds = min(most, done + MORE)
 
 
 def _repeats(arena: Arena, copies: int, target_us: float) -> int:

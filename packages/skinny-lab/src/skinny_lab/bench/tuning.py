@@ -1,17 +1,17 @@
 """From candidates to cells: check, race, keep or refuse. The keep rule is DESIGN section 5, stated in `verdict()`.
 
-numerics gate, then a short race of everything (cold), then a long one of the best few, cuBLAS and peers (cold),
-then hot; for M >= 3 a captured decode step with the cell's projection swapped.
+numerics gate, then a short race of everything (cold), then a long one of the best few, cuBLAS and peers (cold), then a
+hot one of the best of those and cuBLAS; for M >= 3 a captured decode step with the cell's projection swapped. The long
+races take more rounds until their spreads leave no doubt about the verdict and the config, up to a limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from skinny_core import device
 from skinny_core.errors import SkinnyError
 from skinny_core.plan import Cell, Evidence, Quantiles
 from skinny_core.problem import DType, KernelConfig, Problem, WeightScheme
@@ -24,7 +24,11 @@ COLD_GAIN = 1.05
 HOT_GAIN = 1.03
 HOT_GAIN_FROM_M3 = 1.0
 FINALISTS = 6
-SHORT_ROUNDS, LONG_ROUNDS = 3, 15
+SHORT_ROUNDS, LONG_ROUNDS, MOST_ROUNDS = 3, 7, 31
+"""Of the short race, of a long one at least, and at most."""
+HOT_FINALISTS = 3
+LEVEL = 1.01
+"""Configs nearer than this need not be told apart: it is less than two boards of one kind differ."""
 SHORT_US = 300.0
 """About how long one replay of the short race lasts: it only has to find the finalists among a hundred or more."""
 PEER_FACTOR = 2.0
@@ -103,9 +107,16 @@ def measure(
         short = race.race(arena, m, right, rounds=SHORT_ROUNDS, target_us=SHORT_US, out=out)
         finalists = sorted(right, key=lambda name: short[name].p50)[:FINALISTS]
     chosen = {name: right[name] for name in finalists}
-    cold = race.race(arena, m, {**chosen, **rivals}, rounds=LONG_ROUNDS, out=out)
-    hot = race.race(arena, m, {**chosen, base: rivals[base]}, rounds=LONG_ROUNDS, hot=True, out=out)
-    best = choose(finalists, cold, hot, m)
+    cold = race.race(
+        arena, m, {**chosen, **rivals}, rounds=LONG_ROUNDS, out=out, most=MOST_ROUNDS,
+        enough=lambda times: decided(times, finalists, COLD_GAIN),
+    )  # fmt: skip
+    nearest = sorted(finalists, key=lambda name: cold[name].p50)[:HOT_FINALISTS]
+    hot = race.race(
+        arena, m, {**{name: chosen[name] for name in nearest}, base: rivals[base]}, rounds=LONG_ROUNDS, hot=True,
+        out=out, most=MOST_ROUNDS, enough=lambda times: decided(times, nearest[:1], hot_gain(m)),
+    )  # fmt: skip
+    best = choose(nearest, cold, hot, m)
     after = clock()
     return Measured(
         problem=problem,
@@ -119,6 +130,15 @@ def measure(
         wrong=tuple(name for name in errors if name not in right and name not in rivals),
         finalists=tuple(by_name[name] for name in sorted(finalists, key=lambda name: cold[name].p50)),
     )
+
+
+def decided(times: Mapping[str, race.Times], names: Sequence[str], gain: float) -> bool:
+    """Whether the spreads leave no doubt that the fastest of `names` is, or is not, `gain` times as fast as the
+    baseline, and that it is the fastest of them or level with it."""
+    base = times[contestants.BASELINE]
+    best, *others = sorted((times[name] for name in names), key=lambda t: t.p50)
+    verdict = base.p20 / best.p80 >= gain or base.p80 / best.p20 < gain
+    return verdict and all(t.p50 <= LEVEL * best.p50 or t.p20 > best.p80 for t in others)
 
 
 def choose(names: Sequence[str], cold: Mapping[str, race.Times], hot: Mapping[str, race.Times], m: int) -> str:
@@ -200,24 +220,6 @@ def right_rivals(rivals: Mapping[str, race.Run], errors: Mapping[str, float], pr
     `PEER_FACTOR` times our own gate."""
     limit = PEER_FACTOR * TOLERANCE[problem.output.torch]
     return {name: run for name, run in rivals.items() if name == contestants.BASELINE or errors[name] <= limit}
-
-
-def prepare_all(problems: Iterable[tuple[Problem, int]], entrants: Sequence[Entrant] = DEFAULT) -> int:
-    """Compile the candidates of many races at once, in parallel worker processes; returns how many configs there
-    are.
-    """
-    from skinny_core import warmup
-
-    key = device.current_key()
-    if key is None:
-        return 0
-    jobs: dict[tuple[KernelConfig, Problem, int], tuple[KernelConfig, Problem, int]] = {}
-    for problem, m in problems:
-        for config in candidates(entrants, problem, m):
-            # N is a run-time argument of every kernel, so that shapes of one K share their machine code.
-            jobs.setdefault((config, replace(problem, n=1), m), (config, problem, m))
-    warmup.prepare_in_parallel(list(jobs.values()), key, prewait=True)
-    return len(jobs)
 
 
 def problem_of(n: int, k: int, dtype: DType = DType.BF16) -> Problem:

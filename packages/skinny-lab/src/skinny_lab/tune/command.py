@@ -78,11 +78,6 @@ def run(target: request.Target, options: Options) -> int:
     )  # fmt: skip
     for stem, why in absent.items():
         view.warn(console, f"{stem} does not race: {why}")
-    if not result.has_steps(target) and any(m >= 3 for _, m in cells):
-        text = (
-            "M >= 3 is measured and stays refused: only a packaged dense model has the decode step that it also needs"
-        )
-        view.warn(console, text)
     ended = "interrupted"
     with _progress(console) as progress:
         task = progress.add_task("", total=len(cells))

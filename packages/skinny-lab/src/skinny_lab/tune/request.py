@@ -6,8 +6,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ _SHAPES_FIX = "write a CSV with the columns n,k and perhaps name, or a JSON list
 class Site:
     """One weight `[N, K]` and who uses it. name: first part of its cells' ids. calls: per decode step, all layers.
 
-    ms: the M it is to be measured at unless somebody says otherwise, () for all. projections: of the model, by name.
+    used_by: "model/projection" of each `Model` of its target, or the layers of a capture. ms: the M it is to be
+    measured at unless somebody says otherwise, () for all.
     """
 
     name: str
@@ -35,7 +36,16 @@ class Site:
     calls: int = 1
     used_by: tuple[str, ...] = ()
     ms: tuple[int, ...] = ()
-    projections: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        """What is measured once, whoever uses it."""
+        return self.n, self.k, self.dtype
+
+    def projections(self, model: Model) -> tuple[str, ...]:
+        """Those of a model that have this shape, by name."""
+        users = (user.partition("/") for user in self.used_by)
+        return tuple(projection for label, _, projection in users if label == model.label)
 
     @property
     def problem(self) -> Problem:
@@ -50,20 +60,42 @@ class Site:
         return self.problem.weight_bytes * self.calls
 
 
+Shape = tuple[int, int, DType]
+"""(N, K, dtype of weight, activation and output)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One rank of a packaged config, whose decode step checks M >= 3. projections: of that rank."""
+
+    name: str
+    package: ModelPackage
+    config: Mapping[str, Any]
+    tp: int = 1
+
+    @property
+    def label(self) -> str:
+        """First part of the ids of its cells: "qwen3-8b", "qwen3-8b-tp2"."""
+        return self.name if self.tp == 1 else f"{self.name}-tp{self.tp}"
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Of one rank. Raises `ModelConfigError` for a tp that does not divide the model."""
+        return self.package.projections(self.config, self.tp)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Shapes and what their plan is called. family: of the plan, "*" where it counts for every model.
 
-    package, config, projections: of a packaged model, whose decode step checks M >= 3. notes: what is left out.
+    models: whose shapes they are, none for shapes and captures. notes: what is left out.
     """
 
     name: str
     family: str
     sites: tuple[Site, ...]
     tp: int = 1
-    package: ModelPackage | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    projections: tuple[Projection, ...] = ()
+    models: tuple[Model, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -100,20 +132,36 @@ def from_model(text: str, tp: int = 1) -> Target:
     target = find_model(text)
     path = Path(target.name)
     name = (path.parent.name or path.stem) if path.suffix == ".json" else target.name
-    projections = target.package.projections(target.config, tp)
-    shared: dict[tuple[int, int], list[Projection]] = {}
-    for projection in projections:
-        if not projection.part_of:
-            shared.setdefault((projection.n, projection.k), []).append(projection)
-    prefix = name if tp == 1 else f"{name}-tp{tp}"
-    sites = tuple(
-        Site(
-            f"{prefix}/{users[0].name}", n, k, calls=sum(p.calls for p in users),
-            used_by=tuple(f"{name}/{p.name}" for p in users), projections=tuple(p.name for p in users),
-        )
-        for (n, k), users in shared.items()
-    )  # fmt: skip
-    return Target(name, target.package.name, sites, tp, target.package, target.config, projections)
+    model = Model(name, target.package, target.config, tp)
+    return Target(name, target.package.name, sites_of([model]), tp, (model,))
+
+
+def from_models(models: Sequence[Model], name: str) -> Target:
+    """Several models at once, every shape measured once; `of_family` has the part of each package."""
+    return Target(name, ANY_FAMILY, sites_of(models), models=tuple(models))
+
+
+def of_family(target: Target, family: str) -> Target:
+    """The models of one package and their sites, named after them."""
+    models = tuple(model for model in target.models if model.package.name == family)
+    return Target(family, family, sites_of(models), models=models)
+
+
+def sites_of(models: Iterable[Model]) -> tuple[Site, ...]:
+    """The fused projections of models, one site per shape, named after the first that has it. Raises
+    `ModelConfigError` for a tp that does not divide a model."""
+    shared: dict[tuple[int, int], list[tuple[Model, Projection]]] = {}
+    for model in models:
+        for projection in model.projections:
+            if not projection.part_of:
+                shared.setdefault((projection.n, projection.k), []).append((model, projection))
+    sites = []
+    for (n, k), users in shared.items():
+        names = tuple(f"{model.label}/{projection.name}" for model, projection in users)
+        first = users[0][0].label
+        calls = sum(projection.calls for model, projection in users if model.label == first)
+        sites.append(Site(names[0], n, k, calls=calls, used_by=names))
+    return tuple(sites)
 
 
 def from_shapes(path: Path) -> Target:

@@ -11,7 +11,10 @@ from skinny_core.plan import Cell, Plan
 from skinny_lab import plans
 from skinny_lab.bench import model_plan, tuning
 from skinny_lab.tune.request import Site, Target
-from skinny_lab.tune.store import Entry
+from skinny_lab.tune.store import Entry, Store
+
+CHAIN = "all"
+"""Label of the decode step of shapes and captures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +23,6 @@ class Result:
 
     plan: Plan
     open: tuple[str, ...]
-
-
-NO_STEP = "M >= 3 also needs a decode step, which only a packaged dense model has"
 
 
 def cell_id(site: str, m: int) -> str:
@@ -35,48 +35,54 @@ def passes_alone(entry: Entry) -> bool:
     return tuning.verdict(entry.measured, None)[0] == "win"
 
 
-def needs_step(entry: Entry, steps: bool) -> bool:
-    """Whether the verdict still waits for a decode step. steps: whether the model has one."""
-    return steps and entry.m >= 3 and entry.in_model_us is None and passes_alone(entry)
+def steps(target: Target, site: Site) -> tuple[str, ...]:
+    """Labels of the decode steps that check a site's cells: of every model that uses it; else of all sites in turn."""
+    if not target.models:
+        return (CHAIN,)
+    return tuple(model.label for model in target.models if site.projections(model))
 
 
-def has_steps(target: Target) -> bool:
-    """Whether a decode step can be made of the target."""
-    return target.package is not None and model_plan.has_step(target.projections)
+def needed_steps(target: Target, site: Site, entry: Entry) -> tuple[str, ...]:
+    """Labels of the decode steps for which the verdict still waits."""
+    if entry.m < 3 or not passes_alone(entry):
+        return ()
+    return tuple(label for label in steps(target, site) if label not in entry.in_model)
 
 
-def make(target: Target, entries: Iterable[Entry]) -> Result:
+def make(target: Target, store: Store) -> Result:
     """The plan of what was measured. A cell that may not run yet, or not at all, is `refused` and says why.
 
-    A `win` that is slower than one at a larger M, beyond the spreads, is refused, too: rows can be padded.
+    A `win` that is slower than one at a larger M, beyond the spreads, is refused, too: rows can be padded. Of a target
+    that is a part of what was measured, the plan is of that part.
     """
-    by_id = {cell_id(e.site, e.m): e for e in entries}
-    steps = has_steps(target)
-    waiting = {name for name, e in by_id.items() if needs_step(e, steps)}
-    judged, held = plans.hold_back(raw_plan(target, by_id.values()))
-    waiting |= {name for name in held if not by_id[name].settled}
-    cells = {cell.id: cell for cell in judged.cells}
-    place = {site.name: i for i, site in enumerate(target.sites)}
-    ordered = sorted(by_id, key=lambda name: (place[by_id[name].site], by_id[name].m))
-    plan = model_plan.make_plan(target.family, [cells[name] for name in ordered])
-    return Result(plan, tuple(name for name in ordered if name in waiting))
+    pairs = {cell_id(site.name, e.m): (site, e) for site, e in _entries(target, store)}
+    judged, held = plans.hold_back(raw_plan(target, store))
+    waiting = {name for name, (site, e) in pairs.items() if needed_steps(target, site, e)}
+    waiting |= {name for name in held if not pairs[name][1].settled}
+    return Result(judged, tuple(name for name in pairs if name in waiting))
 
 
-def raw_plan(target: Target, entries: Iterable[Entry]) -> Plan:
-    """The plan of what was measured, each cell judged alone."""
-    sites = {site.name: site for site in target.sites}
-    steps = has_steps(target)
-    return model_plan.make_plan(target.family, [_cell(sites[e.site], e, steps) for e in entries])
+def raw_plan(target: Target, store: Store) -> Plan:
+    """The plan of what was measured, each cell judged alone; sites in the target's order, then M."""
+    cells = [_cell(target, site, entry) for site, entry in _entries(target, store)]
+    return model_plan.make_plan(target.family, cells, store.key, store.environment)
 
 
-def _cell(site: Site, entry: Entry, steps: bool) -> Cell:
-    found = tuning.cell(entry.measured, cell_id(site.name, entry.m), site.used_by, entry.in_model_us)
-    if found.status != "win" or entry.m < 3 or entry.in_model_us is not None:
+def _entries(target: Target, store: Store) -> Iterable[tuple[Site, Entry]]:
+    for site in target.sites:
+        yield from ((site, entry) for entry in store.of(site))
+
+
+def _cell(target: Target, site: Site, entry: Entry) -> Cell:
+    wanted = steps(target, site)
+    # The worst of several models: a cell of a plan counts in all of them.
+    slowest = max((us for label, us in entry.in_model.items() if label in wanted), default=None)
+    complete = set(wanted) <= set(entry.in_model)
+    found = tuning.cell(entry.measured, cell_id(site.name, entry.m), site.used_by, slowest)
+    if found.status != "win" or entry.m < 3 or complete:
         return found
     gain = f"{found.evidence.speedup:.3f}x cold alone, but "
-    if not steps:
-        why = NO_STEP
-    elif entry.stepped:
+    if entry.stepped:
         why = f"its decode step failed: {entry.stepped}"
     else:
         why = "its decode step was not measured: go on with `skinny tune --resume`"

@@ -16,13 +16,14 @@ from skinny_core.device import DeviceKey
 from skinny_core.errors import SkinnyError
 from skinny_core.problem import KernelConfig
 from skinny_lab import plans
-from skinny_lab.bench import machine, model_plan, prepare, race, tuning
+from skinny_lab.bench import machine, prepare, race, tuning
 from skinny_lab.bench.entrants import DEFAULT, Entrant
 from skinny_lab.bench.peers import Peers
 from skinny_lab.output import one_line
 from skinny_lab.tune import compiling, memory, result
 from skinny_lab.tune.order import ANCHORS, NEAR, accepted, beside
 from skinny_lab.tune.request import Site, Target
+from skinny_lab.tune.steps import Steps
 from skinny_lab.tune.store import Entry, Store
 
 FIRST_CELL, FIRST_STEP = 3.0, 6.0
@@ -66,6 +67,7 @@ class Session:
     def __post_init__(self) -> None:
         self._begun = self.clock()
         self._arenas = memory.Arenas(self.key.l2_bytes, int(memory.device_bytes() * memory.SHARE))
+        self._steps = Steps(self.target, self.key.l2_bytes, self._arenas.clear)
         self._seconds: dict[tuple[str, bool], float] = {}
         self._step_seconds = FIRST_STEP
         self._too_large: dict[str, str] = {}
@@ -192,44 +194,55 @@ class Session:
         """Whether a cell, and the decode step behind it, still fit into the budget."""
         recent = list(self._seconds.values())[-3:]
         expected = self._seconds.get((site.name, m in ANCHORS)) or max(recent, default=FIRST_CELL)
-        later = self._step_seconds if m >= 3 and result.has_steps(self.target) else 0.0
+        later = self._step_seconds * len(result.steps(self.target, site)) if m >= 3 else 0.0
         return self.left >= MARGIN * (expected + later)
 
     def _check_steps(self, m: int) -> None:
-        """The decode step of every cell at this M that passes alone and has none; sets `_cut` where it does not fit."""
-        sites = {site.name: site for site in self.target.sites}
-        waiting = [e for e in self.store if e.m == m and result.needs_step(e, result.has_steps(self.target))]
-        if not waiting:
-            return
-        if self.left < MARGIN * self._step_seconds:
-            self._cut = True
-            return
-        self.step(f"M={m}: decode step")
-        begun = self.clock()
-        self._arenas.clear()
-        self._idle = True
-        try:
-            swaps = {e.site: (sites[e.site].projections, e.measured) for e in waiting}
-            found = model_plan.in_step(self.target.config, self.target.projections, m, swaps, tp=self.target.tp)
-        except Exception as error:  # the cells are refused and say so, the other M go on
-            self.store.add(*(replace(e, stepped=one_line(error)) for e in waiting))
-            self.failed[f"decode step at M = {m}"] = one_line(error)
-            self._broken = not machine.alive()
-            return
-        self._step_seconds = self.clock() - begun
-        self.store.add(*(replace(e, in_model_us=round(found[e.site], 3), stepped="") for e in waiting))
+        """The decode steps of every cell at this M that passes alone and lacks one; sets `_cut` where one does not
+        fit."""
+        waiting: dict[str, list[Site]] = {}
+        for site in self.target.sites:
+            entry = self.store.get(site, m)
+            for label in result.needed_steps(self.target, site, entry) if entry is not None else ():
+                waiting.setdefault(label, []).append(site)
+        for label, sites in waiting.items():
+            if self.left < MARGIN * self._step_seconds:
+                self._cut = True
+                return
+            self.step(f"M={m}: decode step" + (f" of {label}" if self.target.models else ""))
+            begun = self.clock()
+            self._idle = True
+            try:
+                found = self._steps.changes(label, m, {site.name: self._entry(site, m).measured for site in sites})
+            except Exception as error:  # the cells are refused and say so, the other M go on
+                self.store.add(*(replace(self._entry(site, m), stepped=one_line(error)) for site in sites))
+                self.failed[f"decode step of {label} at M = {m}"] = one_line(error)
+                self._broken = not machine.alive()
+                if self._broken:
+                    return
+                continue
+            self._step_seconds = self.clock() - begun
+            changed = []
+            for site in sites:
+                entry = self._entry(site, m)
+                in_model = {**entry.in_model, label: round(found[site.name], 3)}
+                changed.append(replace(entry, in_model=in_model, stepped=""))
+            self.store.add(*changed)
+
+    def _entry(self, site: Site, m: int) -> Entry:
+        entry = self.store.get(site, m)
+        assert entry is not None, f"{site.name} was not measured at M = {m}"
+        return entry
 
     def _settle(self) -> None:
         """Measure once more, with the larger M's config, what is slower than a larger M."""
-        sites = {site.name: site for site in self.target.sites}
-        by_id = {result.cell_id(e.site, e.m): e for e in self.store}
+        by_id = {result.cell_id(site.name, e.m): (site, e) for site in self.target.sites for e in self.store.of(site)}
         again = [
-            (by_id[small.id], large)
+            (*by_id[small.id], large)
             for small, large in plans.slower_than_larger(result.raw_plan(self.target, self.store))
-            if not by_id[small.id].settled
+            if not by_id[small.id][1].settled
         ]
-        for entry, large in again:
-            site = sites[entry.site]
+        for site, entry, large in again:
             if not self._fits(site, entry.m):
                 self._cut = True
                 break
@@ -239,7 +252,7 @@ class Session:
             self._race(site, entry.m, configs, settled=True)
             if self._broken:
                 return
-        for m in sorted({entry.m for entry, _ in again}):
+        for m in sorted({entry.m for _, entry, _ in again}):
             if not self._broken:
                 self._check_steps(m)
 

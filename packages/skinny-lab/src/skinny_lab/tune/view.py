@@ -15,7 +15,6 @@ from skinny_core.device import DeviceKey
 from skinny_core.explain import explain
 from skinny_core.plan import Cell, Environment, Plan
 from skinny_lab.tune.request import Target
-from skinny_lab.tune.result import NO_STEP
 from skinny_lab.tune.run import DRIFT, drift
 
 COLOUR = {"win": "green", "refused": "dim"}
@@ -79,11 +78,9 @@ def show_cells(console: Console, plan: Plan, waiting: Sequence[str], failed: Map
     if any(cell.evidence.peer_ahead for cell in plan.cells):
         console.print(Text("* a peer is faster beyond the spread; the plan names it", "dim"))
     for cell in plan.cells:
-        if cell.why and not cell.why.endswith(NO_STEP):
+        if cell.why:
             said = "open" if cell.id in waiting else "refused"
             console.print(Text.assemble((said, "bold"), f": {cell.id}: {cell.why}"))
-    if stepless := sum(cell.why.endswith(NO_STEP) for cell in plan.cells):
-        console.print(Text.assemble(("refused", "bold"), f": {stepless} cells that pass alone: {NO_STEP}"))
     for name, why in failed.items():
         console.print(Text.assemble(("not measured", "red"), f": {name}: {why}"))
     clocks = [mhz for cell in plan.cells for mhz in cell.evidence.clock_mhz or ()]
@@ -109,14 +106,15 @@ def show_explanation(console: Console, target: Target, out: Path, key: DeviceKey
     prefix = "" if by_user else f"SKINNY=plan={out} "
     if not by_user:
         settings = replace(settings, plans=(str(out), *settings.plans))
-    if target.package is None:
+    if not target.models:
         where = "every process of yours" if by_user else f"processes with {prefix.strip()}"
         console.print(Text(f"its cells count for these shapes in every model, in {where}"), soft_wrap=True)
         return
     rows = ",".join(map(str, ms))
     tp = f" --tp {target.tp}" if target.tp > 1 else ""
     console.print(Text(f"{prefix}skinny explain {target.name}{tp} -M {rows} will say:", "bold"), soft_wrap=True)
-    said = explain(target.name, target.package, target.config, tp=target.tp, key=key, ms=ms, settings=settings)
+    (model,) = target.models
+    said = explain(target.name, model.package, model.config, tp=target.tp, key=key, ms=ms, settings=settings)
     for m in ms:
         lines = [line for line in said.lines if line.m == m and not line.part_of]
         running = [line.projection for line in lines if line.runs]

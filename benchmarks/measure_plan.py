@@ -3,8 +3,8 @@
 Every shape of every model at every TP size is measured once, as `skinny tune` does it (`skinny_lab.tune`): shapes that
 several models share are one race, and each cell at M >= 3 is checked in the decode step of every model that has it.
 What was measured is in DIR/measurements.jsonl after every cell; `--resume` goes on from there. At the end, and with
-`--from FILE` on a machine without a GPU, each package gets the cells of its own models as DIR/PACKAGE/DEVICE.toml, with
-DIR/cells.csv beside them; `nox -s plans-write` writes them into the packages.
+`--from FILE` on a machine without a GPU, each package gets the cells of its own models as DIR/PACKAGE/DEVICE.toml, or
+with `--ship` in its own folder of the checkout (`nox -s plans-write`).
 
 Peers race where users have a choice: in the shapes of one GPU, at the M of `--peer-rows`. Exit status 3: the time
 budget ended first.
@@ -13,18 +13,17 @@ budget ended first.
 from __future__ import annotations
 
 import argparse
-import gzip
+import lzma
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from skinny_core import device, family
 from skinny_core.errors import KernelUnavailableError, SkinnyError
-from skinny_core.plan import Plan
 from skinny_core.problem import MAX_M
-from skinny_lab.bench import cells, machine, model_plan, rows
+from skinny_lab.bench import machine, model_plan
 from skinny_lab.bench.entrants import DEFAULT, Entrant
 from skinny_lab.bench.peers import Peers, peer_maker
 from skinny_lab.explain.target import RequestError
@@ -32,6 +31,9 @@ from skinny_lab.tune import order, request, result
 from skinny_lab.tune.run import Session, Settings, undone
 from skinny_lab.tune.store import Store, load
 
+MODELS = ("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama-3.1-8b")
+TP_SIZES = (1, 2, 4, 8)
+ROOT = Path(__file__).resolve().parents[1]
 NAME = "measurements"
 FILE = "measurements.jsonl"
 
@@ -39,8 +41,8 @@ FILE = "measurements.jsonl"
 def main() -> int:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=None, help="names of packaged configs; default all")
-    parser.add_argument("--tp", nargs="+", type=int, default=[1], help="tensor-parallel sizes")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="names of packaged configs; default what ships")
+    parser.add_argument("--tp", nargs="+", type=int, default=TP_SIZES, help="tensor-parallel sizes; default what ships")
     parser.add_argument("--rows", nargs="+", type=int, default=list(range(1, MAX_M + 1)), help="values of M")
     parser.add_argument("--kernels", nargs="+", type=Entrant.parse, default=DEFAULT, help="as limit_race.py takes them")
     parser.add_argument("--peer-folder", type=Path, default=None, help="folder with vLLM's skinny_gemm.py")
@@ -50,27 +52,28 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="commit of the sources, where they are not a checkout")
     parser.add_argument("--resume", action="store_true", help="go on with DIR/measurements.jsonl")
     parser.add_argument("--from", dest="source", type=Path, default=None, help="write the plans of these measurements")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="folder for measurements and plans")
+    parser.add_argument("--ship", action="store_true", help="with --from: write the plans into the packages instead")
     given = parser.parse_args()
+    if (given.out is None) is not given.ship or (given.ship and given.source is None):
+        parser.error("give --out DIR, or --ship with --from FILE")
     try:
         target = request.from_models(models_of(given.models, given.tp), NAME)
         if given.source is not None:
-            write_plans(target, read(given.source, target), given.out)
+            write_plans(target, read(given.source, target), packaged if given.ship else given.out.joinpath)
             return 0
         return measure(target, given)
     except SkinnyError as error:
         parser.error(str(error))
 
 
-def models_of(names: Sequence[str] | None, tps: Sequence[int]) -> list[request.Model]:
+def models_of(names: Sequence[str], tps: Sequence[int]) -> list[request.Model]:
     """Every named config at every TP size, TP by TP. Raises `RequestError` for a name that no package has."""
     packages = family.discover().packages
     known = {name: package for package in packages for name in package.configs}
-    unknown = sorted(set(names or ()) - set(known))
-    if unknown or not known:
-        raise RequestError(f"no package has {', '.join(unknown) or 'a model'}", f"known: {', '.join(sorted(known))}")
-    chosen = names or list(known)
-    return [request.Model(name, known[name], known[name].configs[name], tp) for tp in tps for name in chosen]
+    if unknown := sorted(set(names) - set(known)):
+        raise RequestError(f"no package has {', '.join(unknown)}", f"known: {', '.join(sorted(known))}")
+    return [request.Model(name, known[name], known[name].configs[name], tp) for tp in tps for name in names]
 
 
 def measure(target: request.Target, given: argparse.Namespace) -> int:
@@ -100,7 +103,7 @@ def measure(target: request.Target, given: argparse.Namespace) -> int:
         say(f"not measured: {name}: {why}")
     left = list(undone(wanted, store))
     say(f"{ended}: {len(store.entries)} cells, {len(left)} left")
-    write_plans(target, store, given.out)
+    write_plans(target, store, given.out.joinpath)
     return 0 if ended == "done" else 3
 
 
@@ -131,33 +134,32 @@ def leave_out(
 
 
 def read(path: Path, target: request.Target) -> Store:
-    """Measurements, packed (`.gz`) or not."""
-    if path.suffix != ".gz":
+    """Measurements, packed (`.xz`) or not."""
+    if path.suffix != ".xz":
         return load(path, target)
     plain = path.with_suffix("")
     scratch = plain.with_name(f".{plain.name}.unpacked")
     try:
-        with gzip.open(path, "rb") as packed, scratch.open("wb") as f:
+        with lzma.open(path, "rb") as packed, scratch.open("wb") as f:
             shutil.copyfileobj(packed, f)
         return load(scratch, target)
     finally:
         scratch.unlink(missing_ok=True)
 
 
-def write_plans(target: request.Target, store: Store, out: Path) -> dict[str, Plan]:
-    """One plan per package, and the rows of all; prints what they hold."""
-    found: dict[str, Plan] = {}
-    every: list[rows.Row] = []
+def packaged(family: str) -> Path:
+    """Where a package of this checkout keeps its plans."""
+    return ROOT / "models" / family / "src" / f"skinny_{family}" / "plans"
+
+
+def write_plans(target: request.Target, store: Store, folder: Callable[[str], Path]) -> None:
+    """One plan per package, into the folder of its family; prints what they hold."""
     for name in dict.fromkeys(model.package.name for model in target.models):
         part = request.of_family(target, name)
         plan = result.make(part, store).plan
-        model_plan.save(plan, out / name / f"{plan.product}.toml")
-        found[name] = plan
-        every += cells.planned_rows(plan)
+        model_plan.save(plan, folder(name) / f"{plan.product}.toml")
         status = [cell.status for cell in plan.cells]
         print(f"{name}: {len(status)} cells, {status.count('win')} win, {status.count('refused')} refused")
-    rows.write_csv(out / "cells.csv", every)
-    return found
 
 
 if __name__ == "__main__":

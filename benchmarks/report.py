@@ -16,6 +16,8 @@ from skinny_lab.bench import rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+DERIVED = ("seed.csv",)
+"""Tables made from the rows, with other columns: `seed_cells.py`."""
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
@@ -49,7 +51,7 @@ def generated() -> dict[Path, str]:
 
 def read(folder: Path) -> list[rows.Row]:
     """All rows of one device."""
-    return [row for path in sorted(folder.glob("*.csv")) for row in rows.read_csv(path)]
+    return [row for path in sorted(folder.glob("*.csv")) if path.name not in DERIVED for row in rows.read_csv(path)]
 
 
 def section(summary: dict[str, Any], name: str) -> str:

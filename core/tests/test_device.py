@@ -26,8 +26,16 @@ BOARDS = {
     "NVIDIA H20": ((9, 0), 78, 62914560, 102012354560, "h20", "sm_90a"),
     "NVIDIA B200": ((10, 0), 148, 132644864, 191514943488, "b200", "sm_100a"),
     "NVIDIA B300 SXM6 AC": ((10, 3), 148, 132644864, 288400343040, "b300", "sm_103a"),
+    "NVIDIA GB200": ((10, 0), 148, 132644864, 191514943488, None, "sm_100a"),
+    "NVIDIA GB300": ((10, 3), 148, 132644864, 288400343040, None, "sm_103a"),
     "NVIDIA GB10": ((12, 1), 48, 25165824, 128525963264, "gb10", "sm_121a"),
     "NVIDIA H200 MIG 1g.18gb": ((9, 0), 16, 7864320, int(16.25 * GIB), None, "sm_90a"),
+    "NVIDIA H200 MIG 1g.35gb": ((9, 0), 26, 15728640, int(32.5 * GIB), None, "sm_90a"),
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": ((9, 0), 16, 6553600, int(9.62 * GIB), None, "sm_90a"),
+    "NVIDIA H100 80GB HBM3 MIG 7g.80gb": ((9, 0), 132, 52428800, int(79.1 * GIB), None, "sm_90a"),
+    "NVIDIA B200 MIG 1g.23gb": ((10, 0), 18, 16580608, int(21.9 * GIB), None, "sm_100a"),
+    "NVIDIA H100 80GB HBM2e": ((9, 0), 114, 52428800, 84974239744, None, "sm_90a"),
+    "NVIDIA H20-3e": ((9, 0), 78, 62914560, 150109880320, None, "sm_90a"),
     "NVIDIA H200 MIG 3g.71gb": ((9, 0), 60, 31457280, int(69.75 * GIB), None, "sm_90a"),
     "NVIDIA H200 MIG 7g.141gb": ((9, 0), 132, 62914560, int(139.5 * GIB), None, "sm_90a"),
     "NVIDIA H200 NVL MIG 7g.141gb": ((9, 0), 132, 62914560, int(139.5 * GIB), None, "sm_90a"),
@@ -59,6 +67,38 @@ def test_all_keys_differ() -> None:
     keys = {name: key_from_properties(_properties(name)) for name in BOARDS}
     for a, b in itertools.combinations(keys, 2):
         assert keys[a] != keys[b], f"{a} and {b} are both {keys[a].slug}"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "board"),
+    [
+        ("NVIDIA H200 141GB HBM3e", "NVIDIA H200"),
+        ("NVIDIA H200 SXM5", "NVIDIA H200"),
+        ("H200", "NVIDIA H200"),
+        ("nvidia h200 nvl", "NVIDIA H200 NVL"),
+        ("NVIDIA H200-NVL-141GB", "NVIDIA H200 NVL"),
+        ("NVIDIA H100 SXM5 80GB", "NVIDIA H100 80GB HBM3"),
+        ("NVIDIA H100-PCIE-80GB", "NVIDIA H100 PCIe"),
+        ("NVIDIA H20 96GB HBM3", "NVIDIA H20"),
+        ("NVIDIA B200 SXM6", "NVIDIA B200"),
+        ("NVIDIA B300", "NVIDIA B300 SXM6 AC"),
+        ("NVIDIA DGX Spark GB10", "NVIDIA GB10"),
+        ("NVIDIA H200 MIG 1g.18gb+me", "NVIDIA H200 MIG 1g.18gb"),
+    ],
+)
+def test_another_drivers_spelling_of_a_board_is_the_same_key(spelling: str, board: str) -> None:
+    properties = _properties(board)
+    properties.name = spelling
+    assert key_from_properties(properties) == key_from_properties(_properties(board))
+
+
+@pytest.mark.parametrize("name", [name for name in BOARDS if "MIG" in name])
+def test_a_mig_slice_is_no_product_even_where_it_has_every_sm(name: str) -> None:
+    key = key_from_properties(_properties(name))
+    assert key.memory_class.endswith("-mig")
+    assert product_name(key) is None
+    assert product_name(key) not in neighbours(key)
+    assert {"h200", "h100-sxm"} <= set(neighbours(key)) or key.capability != (9, 0)
 
 
 @pytest.mark.parametrize("sms", [114, 78, 60])

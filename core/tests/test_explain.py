@@ -76,6 +76,9 @@ def test_reasons(package: ModelPackage) -> None:
     assert reasons["qkv", 3] == "off_table"
     assert reasons["lm_head", 2] == "refused"
     assert reasons["lm_head", 4] == "reported"
+    reported = next(line for line in _explain(package).lines if (line.projection, line.m) == ("lm_head", 4))
+    assert (reported.status, reported.ours_us, reported.reported_us) == ("reported", None, 50.0), "never as ours"
+    assert (reported.baseline_us, reported.source) == (100.0, "a report")
     near = {(line.projection, line.m): line.reason for line in _explain(package, "h100-sxm").lines}
     assert near["qkv", 1] == "other_device"
     assert near["qkv", 3] == "off_table"

@@ -109,6 +109,15 @@ def test_opting_in_to_reported_cells_leaves_refused_ones_refused() -> None:
     assert decide(PLANNED, Context(cell_status="refused", reported_allowed=True)).reason is Reason.REFUSED
 
 
+def test_a_reported_cell_of_somebody_elses_kernel_never_runs() -> None:
+    for allowed in (False, True):
+        verdict = decide(PLANNED, Context(cell_status="reported", reported_allowed=allowed, foreign_kernel="theirs"))
+        assert (verdict.reason, verdict.detail) == (
+            Reason.REPORTED,
+            "measured with theirs, which is none of our kernels",
+        )
+
+
 def test_device_unknown_on_either_side_is_not_judged() -> None:
     assert decide(Problem(n=1, k=8), Context(device=product("h200"))).ok
     assert decide(PLANNED, Context(device=None)).ok

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from skinny_core import env, plan, table
-from skinny_core.device import DeviceKey, product
+from skinny_core.device import DeviceKey, key_from_properties, product, products
 from skinny_core.family import ModelPackage
 from skinny_core.plan import Cell
 from skinny_core.problem import Problem
@@ -35,7 +36,7 @@ def _table(*sources: tuple[str, tuple[Cell, ...]]) -> Table:
 
 
 def _reason(t: Table, key: DeviceKey | None, settings: env.Settings = env.Settings(), m: int = 1) -> Reason | None:  # noqa: B008
-    return judge(t.lookup(PROBLEM, m, key), PROBLEM, m, key, settings).reason
+    return judge(t.lookup(PROBLEM, m, key, settings), PROBLEM, m, key, settings).reason
 
 
 def test_skinny_before_user_before_package(kernel: StandIn, tmp_path: Path, skinny: Callable[[str], None]) -> None:
@@ -48,7 +49,7 @@ def test_skinny_before_user_before_package(kernel: StandIn, tmp_path: Path, skin
         user.unlink()
     assert [s.origin for s in built.sources] == ["SKINNY", "user", "package"]
     assert built.notes == ()
-    found = [built.lookup(PROBLEM, m, H200) for m in (1, 2, 3, 4)]
+    found = [built.lookup(PROBLEM, m, H200, env.Settings()) for m in (1, 2, 3, 4)]
     assert [f and f.cell.config["variant"] for f in found] == [1, 2, 3, None]
     assert built.shapes() == {(64, 64)}
 
@@ -60,7 +61,7 @@ def test_a_refusal_of_higher_precedence_hides_a_win(kernel: StandIn) -> None:
 
 def test_an_exact_plan_of_lower_precedence_beats_a_neighbours(kernel: StandIn) -> None:
     built = _table(("h100-sxm", (cell(64, 64, 1, variant=1),)), ("h200", (cell(64, 64, 1, variant=2),)))
-    found = built.lookup(PROBLEM, 1, H200)
+    found = built.lookup(PROBLEM, 1, H200, env.Settings(neighbour=True))
     assert found is not None
     assert (found.exact, found.cell.config) == (True, {"variant": 2})
 
@@ -109,6 +110,30 @@ def test_offers(kernel: StandIn) -> None:
     assert table.device_name(None) == "no CUDA device"
 
 
+SLICE = key_from_properties(
+    SimpleNamespace(
+        name="NVIDIA H200 MIG 1g.18gb", major=9, minor=0, multi_processor_count=16, L2_cache_size=7864320,
+        total_memory=int(16.25 * 2**30),
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*products(), "a MIG slice of an h200"])
+def test_the_plan_of_an_h200_is_offered_by_name_to_its_neighbours_and_off(kernel: StandIn, name: str) -> None:
+    """Neither offered nor opted in to across capabilities, of which 10.0 and 10.3 are two."""
+    built = _table(("h200", (cell(64, 64, 1),)))
+    key = product(name) if name in products() else SLICE
+    if name == "h200":
+        assert (_reason(built, key), table.offer(built, key)) == (None, "")
+        return
+    near = name in ("h200-nvl", "h100-sxm", "h100-pcie", "h100-nvl", "gh200", "h20") or key is SLICE
+    assert near == (name not in ("b200", "b300", "gb10"))
+    assert ("measured on h200: try it with SKINNY=neighbour=on" in table.offer(built, key)) is near
+    assert str(key) in table.offer(built, key)
+    assert _reason(built, key) is Reason.OTHER_DEVICE
+    assert _reason(built, key, env.Settings(neighbour=True)) is (None if near else Reason.OTHER_DEVICE)
+
+
 def test_families(kernel: StandIn, tmp_path: Path) -> None:
     own = _write(tmp_path / "own.toml", cell(64, 64, 1))
     every = _write(tmp_path / "every.toml", cell(64, 64, 2), family="*")
@@ -134,7 +159,7 @@ def test_a_users_file_that_cannot_be_used_warns_once_and_is_noted(
     assert len(seen) == 1
     assert says in built.notes[0]
     assert str(bad) in built.notes[0]
-    assert built.lookup(PROBLEM, 1, H200) is not None
+    assert built.lookup(PROBLEM, 1, H200, settings) is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert table.build("test", None, settings).notes == built.notes

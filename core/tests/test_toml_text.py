@@ -84,6 +84,15 @@ def test_line_of(path: tuple[str | int, ...], line: int) -> None:
     assert toml_text.line_of(TEXT, path) == line
 
 
+def test_a_text_is_read_once_for_many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    real = toml_text._places
+    monkeypatch.setattr(toml_text, "_places", lambda text: read.append(1) or real(text))
+    lines = toml_text.Lines(TEXT)
+    assert [lines.of(path) for path in (("schema",), ("cell", 1, "id"), ("cell", 0, "config", "rows"))] == [2, 12, 8]
+    assert len(read) == 1
+
+
 def test_lines_are_counted_as_toml_counts_them() -> None:
     text = 'a = "\u2028 \x85"\nb = 1\n'
     assert toml_text.line_of(text, ("b",)) == 2

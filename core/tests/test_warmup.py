@@ -22,6 +22,12 @@ from skinny_core.testing.stand_in import StandIn, cell
 
 N, K = 32, 64
 PROBLEMS = [(N, K, DType.BF16)]
+SIMT = KernelConfig.of("bf16_simt", {"threads": 128, "rows": 2, "chunks": 4})
+
+
+def _many(count: int) -> list[tuple[KernelConfig, Problem, int]]:
+    """Jobs with machine code of their own: another K each."""
+    return [(SIMT, Problem(n=4096, k=4096 + 8 * i), 1) for i in range(count)]
 
 
 def _activate(key: DeviceKey, *ms: int) -> None:
@@ -105,8 +111,7 @@ def test_workers_only_for_what_they_could_compile(
 @pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python"])
 def test_workers_that_cannot_start_do_not_matter(executable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", executable)
-    job = (KernelConfig.of("bf16_simt", {"threads": 128, "rows": 2, "chunks": 4}), Problem(n=4096, k=4096), 1)
-    warmup.prepare_in_parallel([job] * 5000, product("h200"), prewait=False, workers=2)
+    warmup.prepare_in_parallel(_many(5000), product("h200"), prewait=False, workers=2)
 
 
 def test_cells_of_an_epilogue_that_no_call_can_have_are_neither_compiled_nor_counted(
@@ -130,9 +135,46 @@ def test_all_workers_run_at_once_however_long_their_shares_are(tmp_path: Path, m
     )
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    job = (KernelConfig.of("bf16_simt", {"threads": 128, "rows": 2, "chunks": 4}), Problem(n=4096, k=4096), 1)
-    warmup.prepare_in_parallel([job] * 5000, product("h200"), prewait=False, workers=2)
+    warmup.prepare_in_parallel(_many(5000), product("h200"), prewait=False, workers=2)
     assert [int(path.read_text()) for path in tmp_path.glob("read.*")] == [2500, 2500]
+
+
+def test_machine_code_that_cells_share_is_one_job(
+    h200: DeviceKey, kernel: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbouring M of one config, and other N: workers that compile the same would only wait for each other."""
+    mma = KernelConfig.of("bf16_mma", {"warps": 4, "parts": 2, "loads": 2, "unroll": 2})
+    jobs = [(mma, Problem(n=n, k=4096), m) for n in (4096, 6144) for m in (2, 3, 7, 8)]
+    unknown = (KernelConfig.of("no_such_kernel", {}), Problem(n=64, k=64), 1)
+    refused = (KernelConfig.of("bf16_mma", {"warps": 77}), Problem(n=64, k=64), 1)
+    kept = warmup.distinct([*jobs, *jobs, unknown, refused], h200, prewait=True)
+    assert kept == [jobs[0], jobs[2], unknown, refused], "M of 1 to 4 rows and of 5 to 8 are two groups"
+
+    shares: list[int] = []
+    monkeypatch.setattr(warmup, "prepare_in_parallel", lambda jobs, key, **_: shares.append(len(jobs)))
+    monkeypatch.setattr(StandIn, "codes", lambda *a, **k: frozenset({"one"}))
+    _activate(h200, 1, 2, 3, 4)
+    kernel.on_disk = False
+    assert len(warmup.warm("test", PROBLEMS)) == 4
+    assert shares == [], "one code is compiled here: no worker is started for it"
+
+
+def test_a_warm_up_looks_at_the_shapes_it_is_given_however_large_the_plan(
+    h200: DeviceKey, kernel: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked(count: int) -> int:
+        dispatch.deactivate("test")
+        dispatch.activate_cells("test", h200, tuple(cell(N + i, K, m) for i in range(count) for m in range(1, 17)))
+        state, calls = dispatch.family_state("test"), []
+        assert state is not None
+        real = type(state).choose
+        with monkeypatch.context() as patch:
+            patch.setattr(type(state), "choose", lambda *a: calls.append(a) or real(*a))
+            warmup.warm("test", PROBLEMS)
+        return len(calls)
+
+    assert looked(60) == looked(1)
+    assert set(kernel.compiled) == {(K, m) for m in range(1, 17)}
 
 
 def test_worker_fills_the_disk_cache_without_a_gpu(tmp_path: Path, skinny: Callable[[str], None]) -> None:

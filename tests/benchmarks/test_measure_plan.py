@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
+import lzma
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -70,13 +70,12 @@ def test_one_measurement_becomes_a_plan_of_each_package(
     assert (len(qwen3.cells), len(llama31.cells)) == (2 * 5 * 2, 2 * 5 * 2)
     assert {cell.status for cell in (*qwen3.cells, *llama31.cells)} == {"win"}
     assert (qwen3.family, qwen3.environment.commit, qwen3.digest) == ("qwen3", "abc", qwen3.seal())
-    assert (tmp_path / "a" / "cells.csv").is_file()
     assert "qwen3: 20 cells, 20 win, 0 refused" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         _main(command, monkeypatch, *ASKED, "--out", str(tmp_path / "a"))
     assert "go on with --resume" in capsys.readouterr().err
-    packed = tmp_path / "kept.jsonl.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "a" / "measurements.jsonl").read_bytes()))
+    packed = tmp_path / "kept.jsonl.xz"
+    packed.write_bytes(lzma.compress((tmp_path / "a" / "measurements.jsonl").read_bytes()))
     assert _main(command, monkeypatch, *ASKED, "--from", str(packed), "--out", str(tmp_path / "b")) == 0
     for name in ("qwen3", "llama31"):
         again, once = (tmp_path / folder / name / "h200.toml" for folder in ("b", "a"))

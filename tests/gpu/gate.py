@@ -16,7 +16,8 @@ CAPABILITIES = {"sm90": (9, 0), "sm100": (10, 0)}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What happened. `device`: name of a matching GPU or None. Counts are of tests marked for the architecture.
-    cells: those of them that ran a shipped cell. whole: the run was not narrowed by arguments."""
+    cells: shipped cells that they ran, each once. shipped: cells that there are, for that device where there is one.
+    whole: the run was not narrowed by arguments."""
 
     arch: str
     device: str | None
@@ -62,16 +63,19 @@ def judge(facts: Facts, *, allow_skip: bool) -> Result:
     passed = f"{facts.ran} GPU tests passed on {facts.device}"
     if facts.whole and facts.cells == 0 and not allow_skip:
         return Result(1, f"{arch}: RED - {passed}, but no shipped cell is planned for it (see --allow-skip)")
-    return Result(0, f"{arch}: green - {passed}, {facts.cells} of them on shipped cells")
+    if facts.whole and facts.cells < facts.shipped:
+        return Result(1, f"{arch}: RED - {passed}, but only {facts.cells} of {facts.shipped} shipped cells ran")
+    return Result(0, f"{arch}: green - {passed}, {facts.cells} shipped cells among them")
 
 
 @dataclass
 class RunCounter:
-    """Pytest plug-in: counts tests marked `arch` whose body was really executed. A skipped test did not run."""
+    """Pytest plug-in: counts tests marked `arch` whose body was really executed. A skipped test did not run. cells:
+    names that tests which ran recorded as the property "cell"."""
 
     arch: str
     ran: int = 0
-    cells: int = 0
+    cells: set[object] = field(default_factory=set)
     failed: int = 0
     marked: set[str] = field(default_factory=set)
 
@@ -88,6 +92,6 @@ class RunCounter:
             return
         if report.when == "call" and not report.skipped:
             self.ran += 1
-            self.cells += "test_cells.py::" in report.nodeid
+            self.cells |= {value for name, value in report.user_properties if name == "cell"}
         if report.failed:
             self.failed += 1

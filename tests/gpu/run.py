@@ -33,12 +33,16 @@ def matching_device(arch: str) -> str | None:
 
 def run_tests(arch: str, device: str, arguments: list[str]) -> Facts:
     """Run every test marked for `arch` in this process and count."""
+    from skinny_core.device import current_key
+    from tests.gpu.shipped import shipped_cells
+
     counter = RunCounter(arch)
     # Warnings of whatever torch and hosts are on a GPU machine are not this gate's business.
     options = ["-m", arch, "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
     code = pytest.main([*options, *(arguments or EVERYWHERE)], plugins=[counter])
     return Facts(
-        arch=arch, device=device, ran=counter.ran, cells=counter.cells, failed=counter.failed, exit_code=int(code),
+        arch=arch, device=device, ran=counter.ran, cells=len(counter.cells), failed=counter.failed,
+        exit_code=int(code), shipped=sum(one.device == current_key() for one in shipped_cells(CAPABILITIES[arch])),
         whole=not arguments,
     )  # fmt: skip
 
@@ -55,11 +59,14 @@ def record(facts: Facts, result: Result, path: Path) -> None:
 
 
 def compile_all(arch: str) -> Facts:
-    """Cross-compile every shipped `win` cell that was planned for `arch`, without a device."""
-    from tests.gpu.shipped import cross_compile, shipped_cells
+    """Cross-compile every shipped `win` cell that was planned for `arch`, without a device: each machine code once."""
+    from tests.gpu.shipped import by_code, cross_compile, shipped_cells
 
     cells = shipped_cells(CAPABILITIES[arch])
-    errors = [error for cell in cells if (error := cross_compile(cell))]
+    errors = []
+    for group in by_code(cells):
+        if error := cross_compile(group[0]):
+            errors += [error, *(f"{one.name}: the same machine code as {group[0].name}" for one in group[1:])]
     for error in errors:
         print(error)
     done = len(cells) - len(errors)

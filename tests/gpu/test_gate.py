@@ -14,9 +14,15 @@ from tests.gpu.gate import Facts, RunCounter, judge
 SUITE = """
 import pytest
 @pytest.mark.sm90
-def test_runs(): pass
+def test_runs(record_property):
+    record_property("cell", "a/M1")
+    record_property("cell", "a/M2")
 @pytest.mark.sm90
-def test_skipped_in_body(): pytest.skip("no device")
+def test_runs_the_same(record_property): record_property("cell", "a/M1")
+@pytest.mark.sm90
+def test_skipped_in_body(record_property):
+    record_property("cell", "b/M1")
+    pytest.skip("no device")
 @pytest.mark.sm90
 @pytest.mark.skipif(True, reason="no device")
 def test_skipped_by_mark(): pass
@@ -58,7 +64,18 @@ def test_of_no_architecture(): pass
         pytest.param(Facts(arch="sm90", device="H200", ran=3, exit_code=2), False, 1, "RED", id="interrupted"),
         pytest.param(Facts(arch="sm90", device="H200", ran=3), False, 0, "3 GPU tests passed on H200", id="green"),
         pytest.param(
-            Facts(arch="sm90", device="H200", ran=3, cells=2, whole=True), False, 0, "2 of them on shipped", id="cells"
+            Facts(arch="sm90", device="H200", ran=3, cells=2, shipped=2, whole=True),
+            False,
+            0,
+            "2 shipped cells",
+            id="cells",
+        ),
+        pytest.param(
+            Facts(arch="sm90", device="H200", ran=3, cells=2, shipped=3, whole=True),
+            True,
+            1,
+            "only 2 of 3 shipped",
+            id="not-every-cell",
         ),
         pytest.param(Facts(arch="sm90", device="H20", ran=3, whole=True), False, 1, "no shipped cell", id="no-cells"),
         pytest.param(Facts(arch="sm90", device="H20", ran=3, whole=True), True, 0, "3 GPU", id="no-cells-allowed"),
@@ -87,7 +104,8 @@ def test_only_executed_bodies_count(tmp_path: Path) -> None:
         str(tmp_path / "pytest.ini"),
     ]
     pytest.main([*options, "--rootdir", str(tmp_path), str(tmp_path)], plugins=[counter])
-    assert (counter.ran, counter.failed) == (2, 2)
+    assert (counter.ran, counter.failed) == (3, 2)
+    assert counter.cells == {"a/M1", "a/M2"}
 
 
 def test_session_without_a_device_is_red(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,8 +43,11 @@ class Counts:
 COUNTS = Counts()
 
 
+@functools.cache
 def versions(*distributions: str) -> str:
-    """ "name=version" of each distribution, for a cache key; "absent" where it is not installed."""
+    """ "name=version" of each distribution, for a cache key; "absent" where it is not installed.
+
+    Read once per process: a warm-up asks for it three times per cell, at 0.6 ms each (2026-12-01)."""
     found = []
     for name in distributions:
         try:

@@ -18,7 +18,11 @@ from skinny_core.errors import UnknownDeviceError, warn
 # driver keep, so the class is the smallest nominal size that is at least the reported GiB less 3.5 %.
 _NOMINAL_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 141, 192, 288)
 _RESERVED = 0.035
-_BOARDS = (("NVL", "nvl"), ("PCIE", "pcie"), ("GH200", "gh200"), ("MIG", "mig"))
+# Words of the driver's name that tell boards apart which the other three fields do not: other power limits and memory
+# clocks. "H200" and "B200" are in the names of the superchips, too, which are boards of their own.
+_BOARDS = (
+    ("NVL", "nvl"), ("PCIE", "pcie"), ("GH200", "gh200"), ("GB200", "gb200"), ("GB300", "gb300"), ("MIG", "mig"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

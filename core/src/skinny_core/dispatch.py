@@ -80,7 +80,7 @@ class _Family:
     def choose(self, problem: Problem, m: int, index: int | None) -> tuple[Lookup | None, Verdict]:
         """The cell, and what the plan, the settings and the warm-up say about it."""
         key = None if index is None else device.current_key(index)
-        found = self.table.lookup(problem, m, key)
+        found = self.table.lookup(problem, m, key, self.settings)
         verdict = table.judge(found, problem, m, key, self.settings)
         if not verdict.ok or found is None or index is None:
             return found, verdict
@@ -425,7 +425,8 @@ def _still_valid(previous: _Family, state: _Family) -> dict[tuple[int, Problem, 
     kept = {}
     for (index, problem, m), launch in previous.launchers.items():
         key = device.current_key(index)
-        old, new = previous.table.lookup(problem, m, key), state.table.lookup(problem, m, key)
+        old = previous.table.lookup(problem, m, key, previous.settings)
+        new = state.table.lookup(problem, m, key, state.settings)
         same = old is not None and new is not None and old.cell.kernel_config == new.cell.kernel_config
         if same and state.static_weights == previous.static_weights and state.settings.pdl == previous.settings.pdl:
             kept[index, problem, m] = launch
@@ -438,7 +439,7 @@ def _describe(state: _Family, key: DeviceKey | None) -> Activation:
     wins = 0
     for source in used:
         for cell in source.plan.cells:
-            found = state.table.lookup(cell.problem(None), cell.m, key)
+            found = state.table.lookup(cell.problem(None), cell.m, key, state.settings)
             if found is not None and found.cell is cell and cell.epilogue in SERVED:
                 wins += table.judge(found, cell.problem(None), cell.m, key, state.settings).ok
     offered = table.offer(state.table, key)

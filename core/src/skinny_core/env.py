@@ -22,7 +22,7 @@ _FLAGS = {"on": True, "1": True, "true": True, "yes": True, "off": False, "0": F
 KEYS = {
     "plan": "path of a plan file to use before the shipped ones (may be repeated)",
     "neighbour": "on: use a plan measured on another device of the same capability",
-    "reported": "on: also run cells that somebody else measured",
+    "reported": "on: also run cells that somebody else measured with one of our kernels",
     "batch_invariant": "on: never let the kernel depend on M (no cell runs)",
     "pdl": "off: launch every kernel without programmatic dependent launch",
     "cache": "folder for compiled kernels (default: the user cache folder)",

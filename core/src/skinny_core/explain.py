@@ -19,9 +19,10 @@ from skinny_core.problem import MAX_M, DType, Problem, WeightScheme
 class Line:
     """One projection at one M.
 
-    runs: whether a kernel runs. reason: value of `Reason` where it does not. config: kernel and launch parameters of
-    the cell, also of one that does not run. baseline_us, ours_us: cold medians of the cell. saving_us: predicted saving
-    per token step (calls x difference; 0 where nothing runs).
+    runs: whether a kernel runs. reason: value of `Reason` where it does not. status, config: of the cell found, also of
+    one that does not run; "" without one. baseline_us, ours_us: cold medians of the cell. reported_us, source: instead
+    of ours_us for a `reported` cell, which is somebody else's number (baseline_us then is, too). saving_us: predicted
+    saving per token step (calls x difference; 0 where nothing runs).
     """
 
     projection: str
@@ -34,9 +35,12 @@ class Line:
     reason: str
     detail: str
     cell: str
+    status: str
     config: str
     baseline_us: float | None
     ours_us: float | None
+    reported_us: float | None
+    source: str
     saving_us: float
     peer_ahead: str
 
@@ -95,9 +99,11 @@ def explain(
             n=projection.n, k=projection.k, weight=WeightScheme(dtype.value), activation=dtype, output=dtype
         )
         for m in ms:
-            found = cells.lookup(problem, m, key)
+            found = cells.lookup(problem, m, key, settings)
             verdict = table.judge(found, problem, m, key, settings)
             evidence = found.cell.evidence if found else None
+            candidate_us = evidence.candidate.p50 if evidence else None
+            reported = found is not None and found.cell.status == "reported"
             saved = (
                 (evidence.baseline.p50 - evidence.candidate.p50) * projection.calls if evidence and verdict.ok else 0.0
             )
@@ -113,9 +119,12 @@ def explain(
                     reason=verdict.reason.value if verdict.reason else "",
                     detail=verdict.detail or (found.cell.why if found else ""),
                     cell=found.cell.id if found else "",
+                    status=found.cell.status if found else "",
                     config=str(found.cell.kernel_config) if found else "",
                     baseline_us=evidence.baseline.p50 if evidence else None,
-                    ours_us=evidence.candidate.p50 if evidence else None,
+                    ours_us=None if reported else candidate_us,
+                    reported_us=candidate_us if reported else None,
+                    source=evidence.source if evidence else "",
                     saving_us=round(saved, 2),
                     peer_ahead=evidence.peer_ahead if evidence else "",
                 )
@@ -133,6 +142,8 @@ def explain(
 
 
 def _gain(line: Line) -> str:
-    if line.baseline_us is None or line.ours_us is None:
+    candidate_us = line.ours_us or line.reported_us
+    if line.baseline_us is None or candidate_us is None:
         return ""
-    return f"{line.baseline_us:.2f} -> {line.ours_us:.2f} us ({line.baseline_us / line.ours_us:.2f}x)"
+    said = "" if line.reported_us is None else ", reported"
+    return f"{line.baseline_us:.2f} -> {candidate_us:.2f} us ({line.baseline_us / candidate_us:.2f}x{said})"

@@ -64,7 +64,7 @@ def packaged(module: str, architectures: tuple[str, ...], projections: Projectio
     """The declaration of a wheel laid out as this project's are: module "skinny_qwen3" of wheel "skinny-qwen3" is
     family "qwen3", with `configs.toml`, `plans/*.toml` (none, or no such folder, is no error) and `parity.py` in it.
 
-    Reads `configs.toml`; plans are looked for at each call of `plan_files`, in name order."""
+    Reads `configs.toml`; plans are looked for at each call of `plan_files`, in the order of their devices' names."""
     folder = Path(str(files(module)))
     try:
         found = version(module.replace("_", "-"))
@@ -76,7 +76,7 @@ def packaged(module: str, architectures: tuple[str, ...], projections: Projectio
         architectures=architectures,
         configs=tomllib.loads((folder / "configs.toml").read_text(encoding="utf-8")),
         projections=projections,
-        plan_files=lambda: tuple(sorted((folder / "plans").glob("*.toml"))),
+        plan_files=lambda: tuple(sorted((folder / "plans").glob("*.toml"), key=lambda file: file.stem)),
         parity=f"{module}.parity",
     )
 

@@ -91,7 +91,9 @@ class Evidence(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, om
 class Cell(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One Problem at one M: which kernel, how launched, and why we believe it.
 
-    id: unique in the plan. used_by: "config/projection" names. why: one sentence for a refused cell.
+    id: unique in the plan. used_by: "config/projection" names. why: one sentence for a refused cell; of a `reported`
+    one, what else was said of it. kernel: one of ours; of a `reported` cell it may be somebody else's ("vllm_cute"),
+    with whatever config is known: that never runs.
     """
 
     id: str
@@ -172,6 +174,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """All cells, of every status."""
         return self.cell
 
+    @property
+    def only_reported(self) -> bool:
+        """Whether every cell is somebody else's: such a plan says nothing about our kernels on its device."""
+        return bool(self.cells) and all(cell.status == "reported" for cell in self.cells)
+
     def seal(self) -> str:
         """SHA-256 (first 16 hex digits) over device and cells, evidence included."""
         text = json.dumps(msgspec.to_builtins((self.family, self.product, self.device, self.cell)), sort_keys=True)
@@ -212,14 +219,19 @@ def parse(text: str, file: str = "<text>") -> Plan:
     return plan
 
 
+def render(plan: Plan) -> str:
+    """The text of a plan file, sealed."""
+    sealed = msgspec.structs.replace(plan, digest=plan.seal())
+    return toml_text.render(msgspec.to_builtins(sealed), REPORTED_HEADER if plan.only_reported else HEADER)
+
+
 def dump(plan: Plan, path: Path | str) -> None:
     """Write a plan, sealed, atomically; parent folders are created. Raises `OSError`; the old file survives any
     failure.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    sealed = msgspec.structs.replace(plan, digest=plan.seal())
-    text = toml_text.render(msgspec.to_builtins(sealed), HEADER)
+    text = render(plan)
     parse(text, str(path))  # never publish what load() would refuse
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
@@ -234,6 +246,9 @@ def dump(plan: Plan, path: Path | str) -> None:
 
 HEADER = (
     "Measured cells; written by `skinny`. Times are microseconds per call. Change a cell only by measuring it again."
+)
+REPORTED_HEADER = (
+    "Reported by somebody else, measured by nobody here: no cell runs by itself. Times are microseconds per call."
 )
 
 

@@ -70,7 +70,7 @@ _MEANING = {
     Reason.M_RANGE: f"more than {MAX_M} rows",
     Reason.OFF_TABLE: "no cell for this shape and M",
     Reason.REFUSED: "measured here, and the kernel lost",
-    Reason.REPORTED: "somebody else's measurement, not confirmed here",
+    Reason.REPORTED: "somebody else's measurement, not confirmed here; `skinny tune` on this device would",
     Reason.LAYOUT: "strides that the kernel does not read",
     Reason.ALIGNMENT: "a pointer or row stride is not a multiple of 16 bytes",
     Reason.KERNEL_UNAVAILABLE: "the kernel's DSL is absent or broken",
@@ -92,7 +92,10 @@ OK = Verdict(True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Facts about one layer or one call. None means not known here, and is not judged."""
+    """Facts about one layer or one call. None means not known here, and is not judged.
+
+    reported_allowed: `reported` cells may run. foreign_kernel: the cell's kernel, where it is not one of ours.
+    """
 
     enabled: bool | None = None
     host_version_ok: bool | None = None
@@ -113,6 +116,7 @@ class Context:
     m: int | None = None
     cell_status: str | None = None
     reported_allowed: bool = False
+    foreign_kernel: str | None = None
     layout_ok: bool | None = None
     aligned: bool | None = None
     kernel_error: str | None = None
@@ -227,9 +231,10 @@ def on_table(_: Problem, c: Context) -> Verdict:
 
 
 def wins(_: Problem, c: Context) -> Verdict:
-    """Only measured wins run; reported ones after opting in."""
-    if c.cell_status == "reported" and not c.reported_allowed:
-        return Verdict(False, Reason.REPORTED)
+    """Only measured wins run; reported ones after opting in, and never with another kernel than the reported one."""
+    if c.cell_status == "reported" and (c.foreign_kernel is not None or not c.reported_allowed):
+        name = c.foreign_kernel
+        return Verdict(False, Reason.REPORTED, f"measured with {name}, which is none of our kernels" if name else "")
     return _refuse_if(c.cell_status == "refused", Reason.REFUSED)
 
 

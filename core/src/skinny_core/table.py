@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from skinny_core import env, rules
+from skinny_core import env, kernels, rules
 from skinny_core.device import DeviceKey
 from skinny_core.errors import SkinnyError, warn
 from skinny_core.family import ModelPackage
@@ -56,14 +56,20 @@ class Table:
                 key = (cell.problem(None), cell.m)
                 self._index.setdefault(key, []).append(Lookup(cell, source.plan, False))
 
-    def lookup(self, problem: Problem, m: int, key: DeviceKey | None) -> Lookup | None:
-        """The first cell measured on `key`; else one of another device, nearest capability first; else None."""
+    def lookup(self, problem: Problem, m: int, key: DeviceKey | None, settings: env.Settings) -> Lookup | None:
+        """The cell that speaks for device `key`: the first of an exact plan, else, as opted in, of a neighbour's.
+
+        A `reported` cell that cannot run hides neither: it speaks where nothing else does. Where no cell speaks, one
+        that says what exists: reported for this device; else of another one, nearest capability and measured first.
+        """
         found = self._index.get((replace(problem, device=None), m), ())
-        for candidate in found:
-            if key is not None and candidate.plan.key == key:
-                return replace(candidate, exact=True)
-        near = [c for c in found if key is not None and c.plan.key.capability == key.capability]
-        return next(iter((*near, *found)), None)
+        exact = [replace(c, exact=True) for c in found if key is not None and c.plan.key == key]
+        by_distance = sorted(
+            found, key=lambda c: (key is None or not _same_capability(c.plan.key, key), c.cell.status == "reported")
+        )
+        near = [c for c in found if settings.neighbour and key is not None and _same_capability(c.plan.key, key)]
+        speaking = [c for c in (*exact, *near) if not _is_dormant(c.cell, settings)]
+        return next(iter((*speaking, *exact, *by_distance)), None)
 
     def shapes(self) -> set[tuple[int, int]]:
         """All (N, K) with a cell."""
@@ -72,6 +78,15 @@ class Table:
     def plans_for(self, key: DeviceKey | None) -> tuple[Plan, ...]:
         """Plans measured on exactly this device."""
         return tuple(s.plan for s in self.sources if s.plan.key == key)
+
+
+def _same_capability(a: DeviceKey, b: DeviceKey) -> bool:
+    return a.capability == b.capability
+
+
+def _is_dormant(cell: Cell, settings: env.Settings) -> bool:
+    """Whether a cell is somebody else's number and no more: not opted in to, or of a kernel that we do not have."""
+    return cell.status == "reported" and not (settings.reported and kernels.known(cell.kernel))
 
 
 def judge(found: Lookup | None, problem: Problem, m: int, key: DeviceKey | None, settings: env.Settings) -> Verdict:
@@ -86,7 +101,7 @@ def judge(found: Lookup | None, problem: Problem, m: int, key: DeviceKey | None,
         )
         return rules.decide(problem, context)
     measured_on = found.plan.key
-    allowed = found.exact or (settings.neighbour and key is not None and measured_on.capability == key.capability)
+    allowed = found.exact or (settings.neighbour and key is not None and _same_capability(measured_on, key))
     return rules.decide(
         replace(problem, device=key if allowed else measured_on),
         Context(
@@ -97,6 +112,7 @@ def judge(found: Lookup | None, problem: Problem, m: int, key: DeviceKey | None,
             device=key,
             cell_status=found.cell.status,
             reported_allowed=settings.reported,
+            foreign_kernel=None if kernels.known(found.cell.kernel) else found.cell.kernel,
         ),
     )
 
@@ -120,14 +136,25 @@ def build(family: str, package: ModelPackage | None, settings: env.Settings) -> 
 
 
 def offer(table: Table, key: DeviceKey | None) -> str:
-    """One line that offers a neighbour's plan, or says that there is none; "" where there is an exact one."""
-    if key is None or table.plans_for(key):
+    """One line that offers a neighbour's plan, or says that there is none; "" where there is an exact one.
+
+    A plan of nothing but reported cells is no plan in this sense, neither here nor of a neighbour.
+    """
+    if key is None or not all(plan.only_reported for plan in table.plans_for(key)):
         return ""
-    near = sorted({s.plan.product for s in table.sources if s.plan.key.capability == key.capability})
+    measured = [s.plan for s in table.sources if not s.plan.only_reported]
+    near = ", ".join(sorted({plan.product for plan in measured if _same_capability(plan.key, key)}))
+    reported = sum(len(plan.cells) for plan in table.plans_for(key))
+    but = f" but {reported} cells reported by somebody else" if reported else ""
     if not near:
-        return f"no plan of {table.family} for {key}: the original calls run; to measure one, see docs/tuning.md"
-    names = ", ".join(near)
-    return f"no plan for {key}; measured on {names}: try it with SKINNY=neighbour=on, or measure (docs/tuning.md)"
+        return (
+            f"no plan of {table.family} for {key}{but}: the original calls run; to measure one: `skinny tune` on this"
+            " device, see docs/tuning.md"
+        )
+    return (
+        f"no plan for {key}{but}; measured on {near}: try it with SKINNY=neighbour=on, or measure: `skinny tune` on"
+        " this device (docs/tuning.md)"
+    )
 
 
 def _files(package: ModelPackage | None, settings: env.Settings, notes: list[str]) -> Iterable[tuple[Path, str]]:

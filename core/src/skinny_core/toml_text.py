@@ -24,14 +24,23 @@ def parse_path(message: str) -> tuple[PathItem, ...]:
     return tuple(int(index) if index else name for index, name in items)
 
 
+class Lines:
+    """Lines of the headers and keys of one text, read once: for who asks about many of them."""
+
+    def __init__(self, text: str) -> None:
+        self._first: dict[tuple[PathItem, ...], int] = {}
+        for line, place in _places(text):
+            self._first.setdefault(place, line)
+
+    def of(self, path: tuple[PathItem, ...]) -> int:
+        """1-based line of the longest prefix of `path` that stands in the text; 0 if none does."""
+        prefixes = (path[:length] for length in range(len(path), 0, -1))
+        return next((self._first[prefix] for prefix in prefixes if prefix in self._first), 0)
+
+
 def line_of(text: str, path: tuple[PathItem, ...]) -> int:
-    """1-based line of the longest prefix of `path` that stands in the text; 0 if none does."""
-    best, best_length = 0, 0
-    for line, place in _places(text):
-        length = _common(place, path)
-        if length > best_length and length == len(place):
-            best, best_length = line, length
-    return best
+    """`Lines.of` for a single path; reads the whole text, so it is for an error and not for a loop."""
+    return Lines(text).of(path)
 
 
 def render(data: dict[str, Any], header: str = "") -> str:
@@ -40,15 +49,6 @@ def render(data: dict[str, Any], header: str = "") -> str:
     lines = [f"# {header}"] if header else []
     _table(data, (), lines)
     return "\n".join(lines).strip() + "\n"
-
-
-def _common(place: tuple[PathItem, ...], path: tuple[PathItem, ...]) -> int:
-    length = 0
-    for a, b in zip(place, path, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
 
 
 def _places(text: str) -> list[tuple[int, tuple[PathItem, ...]]]:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ def warm(
         return []
     prewait = state.static_weights
     missing = [job for job in jobs if not _prepared(job, key, prewait)]
-    jobs_of = [(job.config, job.problem, job.m) for job in missing if _available(job)]
+    able = [(job.config, job.problem, job.m) for job in missing if _available(job)]
+    jobs_of = distinct(able, key, prewait=prewait)
     if len(jobs_of) >= PARALLEL_FROM and workers != 0:
         prepare_in_parallel(jobs_of, key, prewait=prewait, workers=workers or min(8, os.cpu_count() or 1))
     found: dict[tuple[int, Problem, int], kernels.Launcher | str] = {}
@@ -123,6 +124,7 @@ def prepare_in_parallel(
     core). Best effort: what a worker does not finish is compiled by whoever needs it.
     """
     workers = workers or os.cpu_count() or 1
+    jobs = distinct(jobs, key, prewait=prewait)
     shares = [jobs[i::workers] for i in range(min(workers, len(jobs)))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     running = []
@@ -147,6 +149,27 @@ def prepare_in_parallel(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def distinct(
+    jobs: Sequence[tuple[KernelConfig, Problem, int]], key: DeviceKey, *, prewait: bool
+) -> list[tuple[KernelConfig, Problem, int]]:
+    """The jobs without those whose machine code earlier ones make: neighbouring M share a config, and workers that
+    compile the same one only wait for each other. What cannot be told apart stays; its compiler says why.
+    """
+    seen: set[Hashable] = set()
+    kept = []
+    for config, problem, m in jobs:
+        try:
+            kernel = kernels.get(config.kernel)
+            codes = kernel.codes(kernel.config_from(dict(config.params)), problem, m, key, prewait=prewait)
+        except SkinnyError:
+            kept.append((config, problem, m))
+            continue
+        if not codes <= seen:
+            seen |= codes
+            kept.append((config, problem, m))
+    return kept
 
 
 def encode(config: KernelConfig, problem: Problem, m: int, key: DeviceKey, prewait: bool) -> dict[str, Any]:

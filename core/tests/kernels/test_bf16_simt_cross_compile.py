@@ -148,28 +148,22 @@ def test_a_config_without_pdl_is_one_form_without_a_wait() -> None:
 
 
 def _shipped() -> list[tuple[str, plan.Cell, str]]:
+    """One cell for each form of the machine code: N is read at run time, and K counts by how it fills a fragment."""
     found: dict[tuple[object, ...], tuple[str, plan.Cell, str]] = {}
     for package in family.discover().packages:
-        for file in package.plan_files():
-            loaded = plan.load(file)
+        for loaded in map(plan.load, package.plan_files()):
             for cell in loaded.cells:
                 if cell.status == "win" and cell.kernel == KERNEL.stem:
-                    # N is read at run time: cells that differ in nothing else share one machine code.
-                    code = (
-                        loaded.key.arch,
-                        cell.kernel_config,
-                        cell.k,
-                        cell.m,
-                        cell.activation,
-                        cell.output,
-                        cell.epilogue,
-                    )
-                    found.setdefault(code, (f"{package.name}:{cell.id}", cell, loaded.key.arch))
+                    arch, config = loaded.key.arch, KERNEL.config_from(cell.config)
+                    spec = KERNEL.spec(config, cell.problem(None), cell.m, pdl=True)
+                    part = spec.chunks, spec.full_chunks, spec.resident, spec.tail_chunks, spec.tail_full
+                    name = f"{package.name}:{cell.id}"
+                    found.setdefault((arch, replace(spec, k=0), *part), (name, cell, arch))
     return list(found.values())
 
 
 def test_shipped_cells() -> None:
-    """Every `win` cell of this kernel in every installed package; that there are any, the packages' tests say."""
+    """Every form of every `win` cell of this kernel; that there are any, the packages' tests say."""
     for name, cell, arch in _shipped():
         try:
             _compile_and_check(KERNEL.config_from(cell.config), cell.problem(None), cell.m, arch, prewait=True)

@@ -143,7 +143,7 @@ def test_prepare_puts_every_form_into_the_cache(
     assert kernel.prepared(config, PROBLEM, 1, H200, prewait=True) is not bool(pdl)
     kernel.prepare(config, PROBLEM, 1, H200, prewait=True)
     assert kernel.prepared(config, PROBLEM, 1, H200, prewait=True)
-    assert len(list(tmp_path.rglob("*.o"))) == 1 + pdl
+    assert len(list(tmp_path.rglob("*.o"))) == 1 + pdl == len(kernel.codes(config, PROBLEM, 1, H200, prewait=True))
     assert not kernel.prepared(configs[1 - pdl], PROBLEM, 1, H200, prewait=False)
     assert not kernel.prepared(config, PROBLEM, 16, H200, prewait=False)
 
@@ -163,6 +163,7 @@ def test_the_early_form_exists_only_with_programmatic_launch(
 ) -> None:
     TINY.prepare(config, PROBLEM, 1, key, prewait=prewait)
     assert made == forms
+    assert TINY.codes(config, PROBLEM, 1, key, prewait=prewait) == {("tiny", spec) for spec in forms}
 
 
 def test_the_setting_switches_programmatic_launch_off(made: list[Spec], skinny: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import Result
 
+from skinny_lab import capture
 from skinny_lab.capture import Record, products, request, transformers_host
 from skinny_lab.capture.tally import Tally
 from skinny_lab.explain.target import RequestError
@@ -162,6 +163,38 @@ def test_nothing_stays_behind_and_results_are_the_same() -> None:
     assert torch.equal(model(x), expected)
     assert sum(r.calls * r.steps for r in tally.records()) == count == 4
     assert [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks] == []
+
+
+class CalledBackwards(nn.Module):
+    """Its layers are registered in another order than they are called in; shapes in no order at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head, self.down, self.up, self.o, self.q = (
+            nn.Linear(k, n, bias=False) for n, k in ((64, 16), (16, 24), (24, 16), (16, 16), (16, 16))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.down(self.up(self.o(self.q(x))))
+        return self.lm_head(x[:, -1:])
+
+
+def test_records_of_one_m_come_in_the_order_of_the_first_call(tmp_path: Path) -> None:
+    """A tuner walks them as a decode step: the order must survive several M, phases and the file."""
+    model, tally = CalledBackwards(), Tally()
+    with torch.no_grad(), products.recording(model, tally):
+        for sequences, tokens in ((5, 3), (5, 1), (2, 1), (5, 1)):
+            tally.step(sequences * tokens, sequences)
+            model(torch.randn(sequences, tokens, 16))
+    asked = request.Request(model="m", batches=(5, 2))
+    capture.write(asked.capture("transformers", tally, "cpu", 3), tmp_path / "c.json")
+    found = capture.read(tmp_path / "c.json")
+    body = ["q", "o", "up", "down"]
+    decode = [(r.m, r.layer) for r in found.select(phase="decode")]
+    assert decode == [(m, name) for m in (2, 5) for name in [*body, "lm_head"]]
+    prefill = [(r.m, r.layer) for r in found.select(phase="prefill")]
+    assert prefill == [(5, "lm_head"), *((15, name) for name in body)]
 
 
 def test_a_forward_that_raises_does_not_mislead_later_ones() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skinny_lab.capture import request, vllm_host, vllm_layers
+from skinny_lab.capture.tally import Tally
 from skinny_lab.explain.target import RequestError
 
 
@@ -121,6 +122,25 @@ def test_calls_are_recorded_and_every_method_is_put_back(worker: Any) -> None:
     assert {path: layer.quant_method for path, layer in vllm_layers.layers(worker.model)} == before
     assert not worker.model._forward_pre_hooks
     assert not hasattr(worker, "skinny_capture")
+
+
+def test_an_odd_m_is_recorded_as_it_was_issued_in_the_order_of_the_calls(worker: Any) -> None:
+    """Fused widths, the head and its own M, a bias; the padded sizes of CUDA graphs are no part of it."""
+    vllm_layers.attach(worker)
+    for sequences in (3, 5):
+        vllm_layers.begin(worker, sequences)
+        step(worker.model, 5 * sequences, sequences)
+        step(worker.model, sequences, sequences)
+    tally = Tally()
+    for rows, sequences, made in vllm_layers.detach(worker)[1]:
+        tally.step(rows, sequences)
+        for path, n, k, m, dtypes, bias in made:
+            tally.add(path, n, k, m, dtypes, bias)
+    layers = [("layers.*.qkv_proj", 48, 16, True), ("layers.*.o_proj", 16, 48, False), ("lm_head", 32, 16, False)]
+    found = [(r.phase, r.m, (r.layer, r.n, r.k, r.bias)) for r in tally.records()]
+    assert found[:6] == [("decode", m, layer) for m in (3, 5) for layer in layers]
+    heads = [("prefill", m, layers[-1]) for m in (3, 5)]
+    assert found[6:] == [*heads, *(("prefill", m, layer) for m in (15, 25) for layer in layers[:2])]
 
 
 def test_the_method_keeps_its_class_while_recording(worker: Any) -> None:

@@ -110,6 +110,24 @@ def test_a_plan_for_a_device_without_a_product_name_counts(skinny: Skinny, monke
     assert problems_with(report(skinny), "no plan for") == []
 
 
+def test_a_plan_of_reported_cells_alone_is_no_plan_for_its_device(
+    skinny: Skinny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skinny_lab.doctor.report import Device, PlanFile
+
+    device = Device(0, "NVIDIA H200 NVL", "sm90-132sm-60mib-141gb-nvl", "h200-nvl", ("h20", "h200"))
+    files = [
+        PlanFile("h200.toml", "skinny-x", "x", "h200", cells={"win": 1}),
+        PlanFile("h200-nvl.toml", "skinny-x", "x", "h200-nvl", cells={"reported": 7}),
+        PlanFile("h20.toml", "skinny-x", "x", "h20", cells={"reported": 1}),
+    ]
+    monkeypatch.setattr(collect, "_devices", lambda: [device])
+    monkeypatch.setattr(collect, "_plans", lambda found: files)
+    ((what, fix),) = (p for p in report(skinny)["problems"] if "no plan for" in p[0])  # type: ignore[attr-defined]
+    assert what.endswith("but 7 cells reported by somebody else; measured neighbours: h200")
+    assert "skinny tune" in fix
+
+
 def test_a_host_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> SimpleNamespace:
         raise RuntimeError(f"{name} is broken")

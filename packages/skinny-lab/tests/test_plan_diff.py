@@ -115,6 +115,23 @@ def test_the_most_important_comes_first(skinny: Skinny, tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
+def test_a_plan_that_grew_by_many_shapes_is_told_by_shape(skinny: Skinny, tmp_path: Path) -> None:
+    """One line for a shape, not one for each of its cells: from 160 to 1300 cells that was 1200 lines (2026-12-01)."""
+    ms = (1, 2, 3, 4, 8)
+    config = {**CONFIG, "chunks": 1}
+    grown = [_cell(m, 8.0 + m / 10, n=512 * i, config=config) for i in range(1, 75) for m in ms if 512 * i != 4096]
+    grown[4] = _cell(8, 9.9, "refused", n=512, config=config)
+    shared = [replace(cell, used_by=("qwen3-8b/o", "qwen3-4b-tp2/o")) for cell in OLD.cells]
+    result = _diff(skinny, tmp_path, OLD, _plan(*shared, *grown))
+    lines = result.output.splitlines()
+    assert "365 added, 4 id or users changed, 0 cells unchanged" in lines
+    assert "  o512  512 x 4096, M 1-4, 8: 4 win, 1 refused; 1.010x to 1.235x" in lines
+    told = "3 win, 1 refused; 1.010x to 1.250x; used by qwen3-8b/o -> qwen3-8b/o, qwen3-4b-tp2/o"
+    assert f"  o4096  4096 x 4096, M 1-4: {told}" in lines
+    assert len(lines) < 90
+    assert sum(c.kinds == ("added",) for c in plan_diff.compare(OLD, _plan(*shared, *grown)).changes) == 365
+
+
 def test_another_device_or_family_is_said_first(skinny: Skinny, tmp_path: Path) -> None:
     other = _plan(*OLD.cells, product="h100-sxm", family="llama31")
     result = _diff(skinny, tmp_path, OLD, other)

@@ -127,6 +127,25 @@ def test_every_projection_of_a_swap_is_swapped_and_the_whole_model_counts(monkey
     assert found == {"a": -16.0, "b": -2.0}, "8 layers, 2 in the step; one head"
 
 
+@pytest.mark.parametrize(("later", "counts"), [((-3.0, 4.0), 1.0), ((-3.0, -5.0), -3.0), ((2.0, 3.0), 2.0)])
+def test_what_seems_slower_is_measured_twice_more(
+    later: tuple[float, float], counts: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter([1.0, *later])
+    raced: list[list[str]] = []
+
+    def compare(step: DecodeStep, given: Any, *, rounds: int) -> dict[str, float]:
+        raced.append(list(given))
+        return {name: 100.0 + {"a": next(readings) if name == "a" else 0.0, "b": -2.0}.get(name, 0.0) for name in given}
+
+    monkeypatch.setattr(DecodeStep, "compare", compare)
+    monkeypatch.setattr(in_model, "as_linear", lambda measured: None)
+    measured: Any = None
+    found = in_model.changes(_step(TINY), 4, {"a": (("lm_head",), measured), "b": (("lm_head",), measured)})
+    assert found == {"a": counts, "b": -2.0}
+    assert raced == [["", "a", "b"], ["", "a"], ["", "a"]]
+
+
 def test_what_was_measured_is_read_back_as_it_was(tmp_path: Path) -> None:
     config = KernelConfig.of("bf16_simt", {"threads": 64, "rows": 2, "chunks": 2})
     times = {str(config): race.Times(7.9, 8.0, 8.1, 15), "cublas": race.Times(9.9, 10.0, 10.1, 15)}

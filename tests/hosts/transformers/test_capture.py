@@ -57,6 +57,8 @@ def test_smollm2_end_to_end(tmp_path: Path) -> None:
     head = [(r.phase, r.m, r.layers, r.calls) for r in found.records if r.layer == "lm_head"]
     assert sorted(head) == [("decode", 1, 1, 1), ("decode", 3, 1, 1), ("prefill", 1, 1, 1), ("prefill", 3, 1, 1)]
     assert {r.steps for r in found.records if r.phase == "decode"} == {7}
+    called = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    assert [r.layer.rpartition(".")[2] for r in found.select(phase="decode")] == 2 * called  # M = 1, M = 3
     assert "49152" in done.stdout
 
 

@@ -22,6 +22,7 @@ def test_a_tied_model(version: str, tmp_path: Path) -> None:
     assert (found.host, found.versions["vllm"], found.random) == ("vllm", version, True)
     layers = {r.layer.rpartition(".")[2]: (r.n, r.k, r.layers, r.calls) for r in found.select(phase="decode")}
     assert layers == {**{name: (*shape, 2, 2) for name, shape in FUSED.items()}, "lm_head": (*HEAD, 1, 1)}
+    assert list(layers) == [*FUSED, "lm_head"]  # in the order of the model's calls
     assert {(r.m, r.steps) for r in found.select(phase="decode")} == {(1, 7), (3, 7)}
     prefill = {(r.layer == "lm_head", r.m) for r in found.records if r.phase == "prefill"}
     assert prefill == {(True, 1), (True, 3), (False, 13), (False, 39)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Protocol
@@ -85,6 +85,10 @@ class Kernel(Protocol):
     def prepared(self, config: Any, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> bool:
         """Whether `prepare` would find everything already there."""
 
+    def codes(self, config: Any, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> frozenset[Hashable]:
+        """What `prepare` compiles, one item per machine code. Cells that share them (another N, another M of the same
+        rows group) are compiled once; a plan of 1300 cells has 350."""
+
     def cross_compile(self, config: Any, problem: Problem, m: int, arch: str) -> Binary:
         """Compile for `arch` ("sm_90a") on a machine that may have no GPU."""
 
@@ -109,11 +113,16 @@ def unregister(stem: str) -> None:
     _extra.pop(stem, None)
 
 
+def known(stem: str) -> bool:
+    """Whether `get` would find a kernel of that name. A `reported` cell may name one of somebody else."""
+    return stem in _extra or stem in stems()
+
+
 def get(stem: str) -> Kernel:
     """The kernel of that name; raises `UnknownKernelError` naming the known ones."""
     if stem in _extra:
         return _extra[stem]
-    if stem not in stems():
+    if not known(stem):
         raise UnknownKernelError(f"unknown kernel {stem!r}", f"use one of: {', '.join((*stems(), *_extra))}")
     kernel: Kernel = importlib.import_module(f"skinny_core.kernels.{stem}.host").KERNEL
     return kernel

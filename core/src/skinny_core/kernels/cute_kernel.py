@@ -6,7 +6,7 @@ A kernel's own host.py gives the predicates, the candidates and what its functio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +181,10 @@ class CuteKernel(ABC):
         problem = operands.on_device(self, config, problem, m, key)
         forms = self._forms(config, problem, m, key, prewait=prewait)
         return all(cute_objects.is_stored(self.source, spec, self.name(spec), key) for spec in forms)
+
+    def codes(self, config: Any, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> frozenset[Hashable]:
+        """The specs that `prepare` compiles."""
+        return frozenset((self.stem, spec) for spec in self._forms(config, problem, m, key, prewait=prewait))
 
     def cross_compile(self, config: Any, problem: Problem, m: int, arch: str, *, prewait: bool = True) -> Binary:
         """Machine code for `arch`, no device needed. prewait: the form that reads weights early, where there is one."""

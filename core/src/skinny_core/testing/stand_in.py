@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,12 @@ class StandIn:
     def prepared(self, config: Any, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> bool:
         """As told."""
         return self.on_disk
+
+    def codes(
+        self, config: Mapping[str, int], problem: Problem, m: int, key: DeviceKey, *, prewait: bool
+    ) -> frozenset[Hashable]:
+        """One for each variant, K and M."""
+        return frozenset({(STEM, *sorted(config.items()), problem.k, m)})
 
     def cross_compile(self, config: Any, problem: Problem, m: int, arch: str) -> kernels.Binary:
         """There is no machine code."""

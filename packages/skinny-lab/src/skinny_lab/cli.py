@@ -121,7 +121,7 @@ def replay(
     cell: Annotated[
         list[str] | None, typer.Option("--cell", metavar="ID", help="Only this cell; may repeat; `qwen3-8b/*` works.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write a CSV, renewed after every cell.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a CSV, renewed every two seconds.")] = None,
     peer_folder: Annotated[Path | None, typer.Option(help="Folder with vLLM's skinny_gemm.py.")] = None,
     require: Annotated[float, typer.Option(min=0, max=100, help="Percent to be confirmed for exit status 0.")] = 95.0,
     any_device: Annotated[bool, typer.Option("--any-device", help="Also on another device than the plan's.")] = False,

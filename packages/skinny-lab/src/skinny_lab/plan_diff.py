@@ -7,7 +7,8 @@ no difference, nor is the software they were measured with: that is told, and de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ KINDS = {
     "name": "id or users changed",
 }
 """Kinds of change and their titles, most important first."""
+WHOLE_SHAPES = ("removed", "added", "name")
+"""Kinds that are shown by shape; the JSON document has every cell."""
 ENVIRONMENT = ("gpu", "driver", "torch", "cuda", "dsl", "commit", "date")
 
 
@@ -69,8 +72,9 @@ class Difference:
 def run(old: str, new: str, *, as_json: bool) -> int:
     """Print what NEW changes; 0 where nothing differs, 1 otherwise. Raises `RequestError` or `PlanError`."""
     # A package may ship a plan per device: the one of the device that the other side's file is for.
-    key = next((open_plan(text)[1].key for text in (new, old) if env.expand(text).is_file()), None)
-    (old_path, before), (new_path, after) = open_plan(old, key), open_plan(new, key)
+    files = {text: open_plan(text) for text in dict.fromkeys((new, old)) if env.expand(text).is_file()}
+    key = next((found.key for _, found in files.values()), None)
+    (old_path, before), (new_path, after) = (files.get(text) or open_plan(text, key) for text in (old, new))
     found = compare(before, after)
     if as_json:
         output.print_json(to_json(found, (old_path, before), (new_path, after)))
@@ -204,12 +208,43 @@ def _show(console: Console, found: Difference, old: tuple[Path, Plan], new: tupl
                       soft_wrap=True)  # fmt: skip
     if found.software:
         console.print(Text("    " + "; ".join(found.software), "dim"), soft_wrap=True)
-    for kind, title in KINDS.items():
-        group = [change for change in found.changes if change.kinds[0] == kind]
-        if group:
-            console.print(Text(f"\n{title}: {len(group)}", "bold"))
-        for change in group:
-            console.print(Text.assemble("  ", (change.cell, "cyan"), f"  {change.text}"), soft_wrap=True)
+    by_kind = {kind: [change for change in found.changes if change.kinds[0] == kind] for kind in KINDS}
     rest = f"{found.unchanged} cells unchanged"
     rest += f", {found.again} of them measured again with the same verdict within the spreads" if found.again else ""
-    console.print(("\n" if found.changes else "") + rest)
+    counted = [f"{len(group)} {KINDS[kind]}" for kind, group in by_kind.items() if group]
+    console.print(Text(", ".join((*counted, rest))), soft_wrap=True)
+    for kind, group in by_kind.items():
+        if group:
+            console.print(Text(f"\n{KINDS[kind]}: {len(group)}", "bold"))
+        lines = _by_shape(group) if kind in WHOLE_SHAPES else [(c.cell, c.text) for c in group]
+        for name, text in lines:
+            console.print(Text.assemble("  ", (name, "cyan"), f"  {text}"), soft_wrap=True)
+
+
+def _by_shape(group: Sequence[Change]) -> Iterator[tuple[str, str]]:
+    """(name, text) of the changes, those of one shape in one: a plan that grows gains every M of many shapes."""
+    shapes: dict[tuple[int, int, str], list[Change]] = {}
+    for change in group:
+        shapes.setdefault((change.n, change.k, change.cell.rpartition("/M")[0]), []).append(change)
+    for (n, k, name), of in shapes.items():
+        if len(of) == 1:
+            yield of[0].cell, of[0].text
+            continue
+        facts = [fact for c in of if (fact := c.new or c.old)]
+        gains = [fact["speedup"][1] for fact in facts]
+        count = Counter(fact["status"] for fact in facts)
+        statuses = ", ".join(f"{number} {status}" for status, number in sorted(count.items(), reverse=True))
+        said = f"{n} x {k}, M {_ranges([c.m for c in of])}: {statuses}; {min(gains):.3f}x to {max(gains):.3f}x"
+        texts = {c.text.rpartition("; ")[2] for c in of}
+        yield name or of[0].cell, f"{said}; {texts.pop()}" if len(texts) == 1 and of[0].kinds[0] == "name" else said
+
+
+def _ranges(ms: Sequence[int]) -> str:
+    """ "1-4, 8" of 1, 2, 3, 4, 8."""
+    found: list[list[int]] = []
+    for m in sorted(ms):
+        if found and m == found[-1][1] + 1:
+            found[-1][1] = m
+        else:
+            found.append([m, m])
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in found)

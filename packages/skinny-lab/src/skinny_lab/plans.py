@@ -55,10 +55,11 @@ def check_file(path: Path) -> Checked:
         fault = output.fault(path, error)
         return Checked(str(path), error=fault, faults=(fault,))
     faults = []
-    if loaded.digest != loaded.seal():
-        what = f"digest is {loaded.digest or 'missing'}, the content gives {loaded.seal()}"
+    lines = toml_text.Lines(text)  # once: a plan may have as many faults as cells
+    if loaded.digest != (sealing := loaded.seal()):
+        what = f"digest is {loaded.digest or 'missing'}, the content gives {sealing}"
         fix = f"if the edit is meant: skinny plans seal {path}"
-        line = toml_text.line_of(text, ("digest",))
+        line = lines.of(("digest",))
         faults.append({"what": what, "fix": fix, "file": str(path), "line": line})
     index = {cell.id: i for i, cell in enumerate(loaded.cells)}
     for small, large in slower_than_larger(loaded):
@@ -67,7 +68,7 @@ def check_file(path: Path) -> Checked:
             f"cell {small.id}: {here.p50} us at M = {small.m}, yet {large.id} takes {there.p50} us at M = {large.m},"
             f" beyond the spreads (p20 {here.p20} > {DRIFT} * p80 {there.p80}): padding would be faster"
         )
-        line = toml_text.line_of(text, ("cell", index[small.id], "evidence", "candidate"))
+        line = lines.of(("cell", index[small.id], "evidence", "candidate"))
         faults.append({"what": what, "fix": _fix_slower(path, loaded, small, large), "file": str(path), "line": line})
     cells = dict(Counter(cell.status for cell in loaded.cells))
     error = faults[0] if faults else None
@@ -121,15 +122,18 @@ def _fix_slower(path: Path, found: Plan, small: Cell, large: Cell) -> str:
 
 def open_plan(text: str, key: DeviceKey | None = None) -> tuple[Path, Plan]:
     """The plan of a file, or the one that the model package of that name ("qwen3") ships: for device `key`, else its
-    only one. Raises `RequestError` for a name or path that leads to no plan, `PlanError` for an unsound file.
+    only one with more than reported cells, else its only one. Raises `RequestError` for a name or path that leads to no
+    plan, `PlanError` for an unsound file.
     """
     path = env.expand(text)
     package = next((p for p in family.discover().packages if p.name == text), None)
     if package is not None and not path.is_file():
         shipped = [(file, plan.load(file)) for file in package.plan_files()]
-        fitting = [(file, found) for file, found in shipped if found.key == key] or shipped
-        if len(fitting) == 1:
-            return fitting[0]
+        here = [(file, found) for file, found in shipped if found.key == key]
+        measured = [(file, found) for file, found in shipped if not found.only_reported]
+        for fitting in (here, measured, shipped):
+            if len(fitting) == 1:
+                return fitting[0]
         names = ", ".join(str(file) for file, _ in shipped)
         fix = f"give the path of one: {names}" if names else "give the path of a plan file"
         raise RequestError(f"{text} ships {len(shipped)} plans, none of them for this device", fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -176,6 +176,12 @@ class Bf16Stream:
         return all(
             triton_objects.is_stored(build.SOURCE, spec, key) for spec in _specs(config, problem, key, prewait=prewait)
         )
+
+    def codes(
+        self, config: StreamConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool
+    ) -> frozenset[Hashable]:
+        """The specs that `prepare` compiles; one serves every M and every shape with the same flags."""
+        return frozenset((STEM, spec) for spec in _specs(config, problem, key, prewait=prewait))
 
     def cross_compile(
         self, config: StreamConfig, problem: Problem, m: int, arch: str, *, prewait: bool = True

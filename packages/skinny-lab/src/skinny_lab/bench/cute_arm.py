@@ -5,7 +5,7 @@ For benchmarks only: the kernel is registered by the process that measures, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,7 @@ class VllmCute:
         """None: its configs were swept elsewhere."""
         return ()
 
-    def compile(
-        self, config: CuteConfig, problem: Problem, m: int, *, index: int, prewait: bool
-    ) -> kernels.Launcher:
+    def compile(self, config: CuteConfig, problem: Problem, m: int, *, index: int, prewait: bool) -> kernels.Launcher:
         """Compile now, by one run over a few rows of zeros (its code depends on neither N nor K), so that nothing
         compiles in a graph capture. prewait: not used, it reads weights after its dependency wait."""
         if why := self.refuses(config, problem, m):
@@ -84,9 +82,7 @@ class VllmCute:
         n, k = problem.n, problem.k
         device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
         few = 8 * config[1]
-        x, w, y = (
-            torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in ((m, k), (few, k), (m, few))
-        )
+        x, w, y = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in ((m, k), (few, k), (m, few)))
         run(x, w, y)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -112,6 +108,12 @@ class VllmCute:
     def prepared(self, config: Any, problem: Problem, m: int, key: DeviceKey, *, prewait: bool) -> bool:
         """True, so that no worker process tries, which would not know this kernel."""
         return True
+
+    def codes(
+        self, config: CuteConfig, problem: Problem, m: int, key: DeviceKey, *, prewait: bool
+    ) -> frozenset[Hashable]:
+        """One per config and M."""
+        return frozenset({(self.stem, config, m)})
 
     def cross_compile(self, config: Any, problem: Problem, m: int, arch: str) -> kernels.Binary:
         """Not offered."""
@@ -155,12 +157,11 @@ def plan_of(
             candidate=_quantiles(ours), baseline=_quantiles(base), baseline_name="cublas", rounds=ours.rounds,
             source=f"{SOURCE}; measured {ours.date}",
         )  # fmt: skip
-        chosen.append(
-            Cell(
-                id=f"{VLLM_CUTE}/{n}x{k}/M{m}", n=n, k=k, m=m, status="reported", kernel=VLLM_CUTE,
-                config=parameters(ours.config), evidence=evidence,
-            )  # fmt: skip
-        )
+        cell = Cell(
+            id=f"{VLLM_CUTE}/{n}x{k}/M{m}", n=n, k=k, m=m, status="reported", kernel=VLLM_CUTE,
+            config=parameters(ours.config), evidence=evidence,
+        )  # fmt: skip
+        chosen.append(cell)
     if not chosen:
         raise ValueError(f"no row has {VLLM_CUTE} {KEEP - 1:.0%} ahead of cuBLAS for these shapes at M in {sorted(ms)}")
     taken = {(cell.problem(None), cell.m) for cell in chosen}
@@ -186,6 +187,4 @@ def parameters(text: str) -> dict[str, int]:
 
 
 def _quantiles(row: Row) -> Quantiles:
-    return Quantiles(
-        row.p50 if row.p20 is None else row.p20, row.p50, row.p50 if row.p80 is None else row.p80
-    )
+    return Quantiles(row.p50 if row.p20 is None else row.p20, row.p50, row.p50 if row.p80 is None else row.p80)

@@ -6,6 +6,7 @@ holds. Ids and masks are [B, T], padded on the left; logits are [B, steps, V] in
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
@@ -53,6 +54,11 @@ def never_end(model: Any) -> None:
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=PAD)
 
 
+def reference(model: nn.Module) -> nn.Module:
+    """An FP32 copy. Not through the model's own `float`: Transformers refuses that for one that was read from GGUF."""
+    return nn.Module.float(copy.deepcopy(model))
+
+
 def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Ids and mask of prompts `[1, T]` of different lengths."""
     width = max(row.shape[-1] for row in rows)
@@ -72,13 +78,13 @@ def greedy(model: Any, ids: Tensor, mask: Tensor, tokens: int) -> Greedy:
 
 
 @torch.no_grad()
-def exact_logits(reference: Any, ids: Tensor, mask: Tensor, new: Sequence[Sequence[int]]) -> Tensor:
-    """Logits of an FP32 copy of the model that is given the prompt and each row's new ids but the last."""
+def exact_logits(exact: Any, ids: Tensor, mask: Tensor, new: Sequence[Sequence[int]]) -> Tensor:
+    """Logits of `exact`, an FP32 copy of the model that is given the prompt and each row's new ids but the last."""
     tokens = torch.tensor(new, device=ids.device)
     every = torch.cat([ids, tokens[:, :-1]], 1)
     full = torch.cat([mask, torch.ones_like(tokens[:, :-1])], 1)
     positions = (full.cumsum(-1) - 1).clamp(min=0)
-    out = reference(
+    out = exact(
         input_ids=every, attention_mask=full, position_ids=positions, use_cache=False, logits_to_keep=tokens.shape[1]
     )
     return out.logits.float()  # type: ignore[no-any-return]
@@ -232,8 +238,8 @@ def decode_step(model: Any, prompts: Tensor, first: Tensor, room: int) -> Step:
     return Step(graph.replay, rewind, token, logits, found)
 
 
-def step_race(model: Any, reference: Any, prompts: Tensor, steps: int, rounds: int, replays: int) -> dict[str, Any]:
-    """Both arms' decode step: the same tokens? how far apart? microseconds, in turn. reference: an FP32 copy."""
+def step_race(model: Any, exact_model: Any, prompts: Tensor, steps: int, rounds: int, replays: int) -> dict[str, Any]:
+    """Both arms' decode step: the same tokens? how far apart? microseconds, in turn. exact_model: an FP32 copy."""
     m = prompts.shape[0]
     with torch.no_grad():
         first = model(input_ids=prompts, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
@@ -257,7 +263,7 @@ def step_race(model: Any, reference: Any, prompts: Tensor, steps: int, rounds: i
                 logits[arm] = step.logits.double()
         texts[arm] = torch.cat(chosen, 1)
     pair = torch.cat([first, first], 1).tolist()
-    exact = exact_logits(reference, prompts, torch.ones_like(prompts), pair)[:, 1].double()
+    exact = exact_logits(exact_model, prompts, torch.ones_like(prompts), pair)[:, 1].double()
     size = float(exact.norm())
     equal = (texts["stock"] == texts["skinny"]).double()
     times = _times(arms, prompts, rounds, replays)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from skinny_lab.bench.graph_step import GraphStep, Linear, enough_layers
 NEEDED = ("qkv", "o", "lm_head")
 """Projections without which no `DecodeStep` can be made; gate_up and down come both or not at all."""
 ROUNDS = 15
+AGAIN = 2
 STOCK = ""
 """Name of the arm without a cell of ours."""
 
@@ -52,13 +54,26 @@ def rank_config(config: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
 def changes(step: GraphStep, m: int, swaps: Mapping[str, tuple[Sequence[str], tuning.Measured]]) -> dict[str, float]:
     """Change of a step at M = m, in microseconds of the whole model, per swap.
 
-    swaps: name -> (what of the step runs the measured config instead, all of one shape; the measurement).
+    swaps: name -> (what of the step runs the measured config instead, all of one shape; the measurement). What seems
+    slower is captured and measured twice more, and the median counts: of 1441 changes of 24 models, 18 were an
+    increase, most of them beside neighbours in M of the same weight that were as much faster as alone (H200,
+    2026-12-01).
     """
-    arms: dict[str, dict[str, Linear]] = {STOCK: {}}
-    for name, (swapped, measured) in swaps.items():
-        arms[name] = dict.fromkeys(swapped, as_linear(measured))
-    times = step.at(m).compare(arms, rounds=ROUNDS)
-    return {name: (times[name] - times[STOCK]) * step.scale(names[0]) for name, (names, _) in swaps.items()}
+    rows = step.at(m)
+
+    def once(names: Iterable[str]) -> dict[str, float]:
+        arms: dict[str, dict[str, Linear]] = {STOCK: {}}
+        for name in names:
+            swapped, measured = swaps[name]
+            arms[name] = dict.fromkeys(swapped, as_linear(measured))
+        times = rows.compare(arms, rounds=ROUNDS)
+        return {name: (times[name] - times[STOCK]) * step.scale(swaps[name][0][0]) for name in names}
+
+    found = once(swaps)
+    if slower := [name for name, us in found.items() if us > 0]:
+        again = [once(slower) for _ in range(AGAIN)]
+        found |= {name: statistics.median([found[name], *(times[name] for times in again)]) for name in slower}
+    return found
 
 
 def as_linear(measured: tuning.Measured) -> Linear:

@@ -29,7 +29,7 @@ Problems = list[tuple[str, str]]
 """What is wrong, and what to do."""
 CACHE_FIX = "set SKINNY=cache=FOLDER, or mend its permissions"
 NO_PLAN_FIX = (
-    "measure it: `python benchmarks/measure_plan.py --out DIR` in a checkout (docs/adding.md), "
+    "measure it: `skinny tune MODEL` (docs/tuning.md), or `python benchmarks/measure_plan.py --out DIR` in a checkout, "
     "or opt in to a neighbour with SKINNY=neighbour=on"
 )
 
@@ -191,11 +191,14 @@ def _with_problems(report: Report) -> Report:
         if file.error:
             what = f"{output.place(file.error)}{file.error['what']}; the file is ignored"
             problems.append((what, file.error["fix"]))
-    measured = {file.product for file in report.plans if not file.error}
+    measured = {file.product for file in report.plans if not file.error and set(file.cells) != {"reported"}}
     for device in report.devices:
-        if (device.product or device.key) not in measured:
-            near = ", ".join(device.neighbours) or "none"
-            what = f"no plan for {device.name} ({device.key}); measured neighbours: {near}"
+        name = device.product or device.key
+        if name not in measured:
+            near = ", ".join(n for n in device.neighbours if n in measured) or "none"
+            reported = sum(file.cells.get("reported", 0) for file in report.plans if file.product == name)
+            but = f" but {reported} cells reported by somebody else" if reported else ""
+            what = f"no plan for {device.name} ({device.key}){but}; measured neighbours: {near}"
             problems.append((what, NO_PLAN_FIX))
     if report.devices:
         problems += [

@@ -88,7 +88,8 @@ def _from_file(path: Path) -> Target:
 
 
 def find_device(name: str | None, package: ModelPackage) -> tuple[DeviceKey, str]:
-    """The key of a product; without a name this machine's GPU; without a GPU the device of the package's first plan.
+    """The key of a product; without a name this machine's GPU; without a GPU the device of the package's first plan,
+    of one with more than reported cells where there is one.
 
     Returns the key and a note to show ("" where there is nothing to say). Raises `UnknownDeviceError`, or
     `RequestError` where nothing is left to choose from.
@@ -98,8 +99,8 @@ def find_device(name: str | None, package: ModelPackage) -> tuple[DeviceKey, str
     here = device.current_key()
     if here is not None:
         return here, ""
-    for file in package.plan_files():
-        planned = plan.load(file)
+    loaded = [(file, plan.load(file)) for file in package.plan_files()]
+    for file, planned in sorted(loaded, key=lambda pair: pair[1].only_reported):
         return planned.key, f"no GPU here: showing {planned.product}, the device of {file.name} (choose with --device)"
     known = ", ".join(sorted(device.products()))
     raise RequestError("no GPU here, and the model package ships no plan", f"name a device with --device: {known}")

@@ -73,11 +73,12 @@ def _what(line: Line) -> Text:
 
 
 def _numbers(line: Line) -> tuple[str, ...]:
-    if line.baseline_us is None or line.ours_us is None:
+    candidate_us = line.ours_us or line.reported_us
+    if line.baseline_us is None or candidate_us is None:
         return "", "", "", ""
-    gain = f"{line.baseline_us / line.ours_us:.2f}x{'*' if line.peer_ahead else ''}"
+    mark = "r" if line.reported_us is not None else "*" if line.peer_ahead else ""
     saves = f"{line.saving_us:.1f}" if line.runs else ""
-    return f"{line.baseline_us:.2f}", f"{line.ours_us:.2f}", gain, saves
+    return f"{line.baseline_us:.2f}", f"{candidate_us:.2f}", f"{line.baseline_us / candidate_us:.2f}x{mark}", saves
 
 
 def _savings(explanation: Explanation, ms: Sequence[int]) -> Text:
@@ -98,6 +99,8 @@ def _legend(lines: Sequence[Line]) -> Text:
     said = [f"{reason}: {Reason(reason).meaning}" for reason in reasons]
     if any(line.baseline_us for line in lines):
         said.append("base, ours: us per call, the call that is replaced and the kernel, cold L2; saves: us per step")
+    for source in dict.fromkeys(line.source for line in lines if line.reported_us is not None):
+        said.append(f"r: both times as somebody else reported them, the second of their kernel: {source}")
     peers = dict.fromkeys(line.peer_ahead for line in lines if line.peer_ahead)
     if peers:
         said.append(f"*: in the same run a library that the host does not use here was faster: {', '.join(peers)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tempfile
+import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +20,8 @@ from skinny_lab.replay import view
 
 COMPILE_SECONDS = 600.0
 """What is not compiled by then is compiled when it is raced."""
+WRITE_SECONDS = 2.0
+"""Between two writings of the CSV: it has a thousand rows, and a cell takes a tenth of a second."""
 
 
 def run(
@@ -58,7 +61,7 @@ def run(
     environment, gpu = machine.environment(), machine.gpu()
     view.show_start(console, path, plan, key, environment, others=gpu.others, missing=peers.said())
     found: list[measure.Replayed] = []
-    interrupted = False
+    interrupted, written = False, -WRITE_SECONDS
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=console, transient=True) as progress:
@@ -68,8 +71,9 @@ def run(
             for row in measure.run(measure.Setting(plan, key, environment, peers), racing):
                 found.append(row)
                 progress.update(task, advance=1, description=row.cell)
-                if out is not None:  # after every cell: a killed run loses only the cell it was in
+                if out is not None and time.monotonic() - written > WRITE_SECONDS:  # a killed run loses no more
                     rows.write_table(out, measure.Replayed, found)
+                    written = time.monotonic()
     except KeyboardInterrupt:
         interrupted = True
     place = {cell.id: i for i, cell in enumerate(racing)}

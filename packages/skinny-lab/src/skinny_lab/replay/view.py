@@ -24,6 +24,8 @@ COLOUR = {
 }
 URGENT = (Outcome.FAILED, Outcome.LOST, Outcome.WOULD_WIN, Outcome.MARGINAL, Outcome.DECODE_STEP)
 """Outcomes that get a sentence each, in this order."""
+MANY = 100
+"""Cells of which every one gets a line; of more, those that are confirmed without reservation get none."""
 CLOCK_DRIFT = 0.03
 """An SM clock this much away from the plan's is told: small weights are bound by it."""
 
@@ -67,8 +69,12 @@ def show_end(
     out: Path | None,
 ) -> bool:
     """Table, notes, summary. Returns whether at least `require` percent are confirmed."""
-    if found:
-        console.print(_table(found))
+    shown = found if len(found) <= MANY else [row for row in found if row.outcome != Outcome.CONFIRMED]
+    if shown:
+        console.print(_table(shown))
+    if len(shown) < len(found):
+        where = f": {out}" if out is not None else ", write all rows with --out"
+        console.print(Text(f"{len(found) - len(shown)} more cells, confirmed by their medians{where}", "dim"))
     for outcome in URGENT:
         for row in found:
             if row.outcome == outcome and row.note:

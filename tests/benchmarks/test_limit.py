@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from skinny_core import device
+from skinny_core import device, plan
 from skinny_core.plan import Environment
-from skinny_lab.bench import limit, machine, peers, rows
+from skinny_lab.bench import cells, limit, machine, peers, rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,10 +52,12 @@ MADE_UP = [
     _row("b", 4, "cublas", 0.7),
 ]  # fmt: skip
 
+PLANNED = cells.planned_rows(plan.load(ROOT / "models" / "qwen3" / "src" / "skinny_qwen3" / "plans" / "h200.toml"))
+
 
 def test_figures_by_hand(report: ModuleType) -> None:
-    cells = report.cells_of(MADE_UP)
-    first, second = report.summarise(cells)
+    found = report.cells_of(MADE_UP)
+    first, second = report.summarise(found)
     assert (first.m, first.shapes, first.ahead) == (1, 2, 1)
     assert first.ours == pytest.approx(0.6)
     assert first.cublas == pytest.approx(0.6)
@@ -64,7 +66,7 @@ def test_figures_by_hand(report: ModuleType) -> None:
     assert (second.m, second.shapes, second.ahead) == (4, 1, 0), (
         "b has none of ours; the peer of a is within the spread"
     )
-    assert report.behind(cells) == ["- b M = 1: cublas 1.11 us, skinny 2.22 us (+100.0 %), made_up(x=1)"]
+    assert report.behind(found) == ["- b M = 1: cublas 1.11 us, skinny 2.22 us (+100.0 %), made_up(x=1)"]
     table = report.overview([first, second])
     assert "| 1 | 2 | 0.600 | 0.600 | 0.671 | 0.92 | no (-0.320) | 0.894x | 1 |" in table
     assert "| 4 | 1 | 0.950 | 0.700 | 0.951 | 0.90 | yes | 0.999x | 0 |" in table
@@ -76,12 +78,11 @@ def test_goals_are_those_of_the_issue(report: ModuleType) -> None:
 
 def test_other_rows_are_not_reported(report: ModuleType) -> None:
     with pytest.raises(ValueError, match="rows of kind cell"):
-        report.cells_of(rows.read_csv(ROOT / "benchmarks" / "results" / "h200" / "cells.csv"))
+        report.cells_of(PLANNED)
 
 
 def test_limit_rows_do_not_change_the_summary_of_planned_cells() -> None:
-    planned = rows.read_csv(ROOT / "benchmarks" / "results" / "h200" / "cells.csv")
-    assert rows.summarise([*planned, *MADE_UP]) == rows.summarise(planned)
+    assert rows.summarise([*PLANNED, *MADE_UP]) == rows.summarise(PLANNED)
 
 
 def test_the_same_rows_give_the_same_bytes(

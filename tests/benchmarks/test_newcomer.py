@@ -224,7 +224,7 @@ def recorded(newcomer: ModuleType, chat: Any) -> Any:
 
     def record(out: Path, found: Any, scale: Any) -> Path:
         asked = request.Request(model="tiny", new_tokens=3, batches=scale.ms)
-        seen = transformers_host.record(asked, chat.model, chat.encode("x"))
+        seen = transformers_host.record(asked, chat.model, chat.encode("x"))  # 21 tokens
         capture.write(seen, out / "capture.json", force=True)
         shapes = [[n, k, sorted(ms)] for (n, k), ms in seen.shapes(phase="decode").items()]
         found.put("capture", {"status": 0, "seconds": 1.0, "records": len(seen.records), "decode_shapes": shapes})

@@ -21,7 +21,7 @@ def test_weights_between_two_uses_exceed_three_times_the_l2(n: int, k: int) -> N
 
 def test_order_rotates_and_idle_time_is_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Arena:
-        n, k, dtype = 64, 64, torch.bfloat16
+        n, k, dtype, places = 64, 64, torch.bfloat16, 2
         weights = torch.zeros(3, 64, 64, dtype=torch.bfloat16)
 
         def activation(self, m: int) -> torch.Tensor:
@@ -50,6 +50,13 @@ def test_order_rotates_and_idle_time_is_subtracted(monkeypatch: pytest.MonkeyPat
     assert len(rounds) == 6
     assert {first for first, *_ in rounds} == {"", "ours", "cublas"}, "every contestant starts a round"
     assert all(sorted(order) == ["", "cublas", "ours"] for order in rounds), "the baseline is in every round"
+    used: list[tuple[int, int]] = []
+    whole = Arena.weights
+    monkeypatch.setattr(race, "_capture", lambda run, x_in, x, weights, y, count: (weights.data_ptr(), len(weights)))
+    monkeypatch.setattr(race, "_replay", lambda graph: used.append(graph) or 1.0)
+    race.race(Arena(), 1, contestants, rounds=4, hot=True)  # type: ignore[arg-type]
+    places = [(whole[i].data_ptr(), 1) for i in (0, 1, 0, 1)]
+    assert used == [place for place in places for _ in range(3)], "one weight at a time, each round the next place"
 
 
 def test_rounds_go_on_until_there_is_enough() -> None:
@@ -59,9 +66,9 @@ def test_rounds_go_on_until_there_is_enough() -> None:
         asked.append(times["a"].rounds)
         return times["a"].rounds >= 12
 
-    found = race.repeated(["a", "b"], lambda name: 1.0, rounds=7, enough=enough, most=31)
+    found = race.repeated(["a", "b"], lambda name, turn: 1.0, rounds=7, enough=enough, most=31)
     assert asked == [7, 11, 15]
     assert {times.rounds for times in found.values()} == {15}
-    found = race.repeated(["a"], lambda name: 1.0, rounds=7, enough=lambda times: False, most=12)
+    found = race.repeated(["a"], lambda name, turn: 1.0, rounds=7, enough=lambda times: False, most=12)
     assert found["a"].rounds == 12, "never more than the most"
-    assert race.repeated(["a"], lambda name: 1.0, rounds=3)["a"].rounds == 3
+    assert race.repeated(["a"], lambda name, turn: 1.0, rounds=3)["a"].rounds == 3

@@ -97,7 +97,7 @@ def file(tmp_path: Path) -> str:
 def test_the_rule(
     status: str, m: int, cold: tuple[float, float, float], hot: tuple[float, float, float], outcome: Outcome
 ) -> None:
-    found = judge(_cell(status, m), Speedup(*cold), Speedup(*hot))
+    found = judge(_cell(status, m, ours=8.0 if status == "win" else 9.9), Speedup(*cold), Speedup(*hot))
     assert found.outcome is outcome
     assert bool(found.note) == (outcome in (Outcome.LOST, Outcome.MARGINAL))
 
@@ -108,9 +108,16 @@ def test_a_cell_refused_for_its_decode_step_is_open_where_it_passes_alone() -> N
     assert judge(slow, passes, passes).outcome is Outcome.DECODE_STEP
     assert "2.5 us slower" in judge(slow, passes, passes).note
     assert judge(slow, fails, passes).outcome is Outcome.CONFIRMED
-    fast = _cell("refused", 4, in_model_us=-2.5)
+    fast = _cell("refused", 4, ours=9.9, in_model_us=-2.5)
     assert judge(fast, passes, passes).outcome is Outcome.WOULD_WIN
     assert "decode step" in judge(fast, passes, passes).note
+
+
+def test_a_cell_held_back_for_a_larger_m_is_open_where_it_passes_alone() -> None:
+    hots = passes, _ = Speedup(1.1, 1.11, 1.12), Speedup(0.98, 0.99, 1.0)
+    for held in (_cell("refused", 2), _cell("refused", 4, in_model_us=-2.5)):
+        assert [judge(held, passes, hot).outcome for hot in hots] == [Outcome.HELD_BACK, Outcome.CONFIRMED]
+    assert judge(_cell("refused", 4), passes, passes).outcome is Outcome.WOULD_WIN, "it had no decode step"
 
 
 def test_the_spread_is_of_the_ends_that_are_furthest_apart() -> None:
@@ -125,7 +132,7 @@ def test_the_share_counts_failures_and_leaves_decode_steps_out() -> None:
     assert share([Outcome.CONFIRMED, Outcome.MARGINAL, Outcome.FAILED, Outcome.DECODE_STEP]) == (
         2, 3, pytest.approx(200 / 3),
     )  # fmt: skip
-    assert share([Outcome.DECODE_STEP]) == (0, 0, 0.0)
+    assert share([Outcome.DECODE_STEP, Outcome.HELD_BACK]) == (0, 0, 0.0)
     assert share([Outcome.LOST, Outcome.WOULD_WIN]) == (0, 2, 0.0)
 
 
@@ -227,7 +234,7 @@ def test_a_plan_that_repeats_its_numbers_is_confirmed(fakes: Fakes, skinny: Skin
         ("down/M2", "confirmed"), ("down/M4", "decode step"),
     ], "in the order of the plan"  # fmt: skip
     assert "5 of 5 confirmed (100.0 %, required 95 %)" in result.output
-    assert "1 rest on a decode step and are not counted" in result.output
+    assert "1 rest on a decode step or on another M and are not counted" in result.output
     assert "the decode steps of M >= 3 were not repeated" in result.output
     assert fakes.arenas == [(4096, 4096), (6144, 4096)], "one set of weights per shape"
     assert fakes.compiled

@@ -3,157 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import Result
 
-from skinny_core import device, env, family, kernels, plan
-from skinny_core.plan import Environment
-from skinny_core.problem import DType, KernelConfig, Problem
-from skinny_lab.bench import contestants, decode_step, machine, peers, prepare, race, tuning
+from skinny_core import device, env, kernels, plan
+from skinny_core.problem import KernelConfig
+from skinny_lab.bench import machine, tuning
 from skinny_lab.bench.entrants import DEFAULT
-from skinny_lab.bench.libraries import Peer
-from skinny_lab.explain.target import RequestError
-from skinny_lab.tune import order, request, result, run, steps
-from skinny_lab.tune.store import Store, load
+from skinny_lab.tune import order
 
 Skinny = Callable[..., Result]
 H200 = device.product("h200")
-
-
-class Fakes:
-    """Stands for the device and the clock. speeds: microseconds by contestant or (N, contestant); others take 9, the
-    baseline 10. steps: microseconds that a projection adds to the decode step, others take 1 off.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.cell_seconds, self.step_seconds = 1.0, 2.0
-        self.first_seconds = 1.0
-        self.rmse = 1.66e-3
-        self.raced: list[set[str]] = []
-        self.refused: dict[prepare.PeerJob, str] = {}
-        self.speeds: dict[object, float] = {"cublas": 10.0, "peer": 9.5}
-        self.steps: dict[str, float] = {}
-        self.cells: list[tuple[int, int, int]] = []
-        """(N, M, candidates) of each cell that was raced."""
-        self.stepped: list[tuple[int, tuple[str, ...]]] = []
-        self.large: set[int] = set()
-        self.interrupt_at = 10**6
-        self.others = 0
-        self.mhz = [1980]
-        self.complete = True
-        self.spun = 0
-        self.alive = True
-        self.made = 0
-        """Decode steps built."""
-        self.no_room = 0
-        """How many of the next ones do not fit."""
-
-    def arena(self, n: int, k: int, dtype: torch.dtype, l2_bytes: int) -> SimpleNamespace:
-        if n in self.large:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return SimpleNamespace(n=n, k=k, dtype=dtype)
-
-    def check(
-        self, arena: SimpleNamespace, problem: Problem, m: int, runs: Mapping[str, object], **options: object
-    ) -> dict[str, float]:
-        if len(self.cells) >= self.interrupt_at:
-            raise KeyboardInterrupt
-        self.cells.append((problem.n, m, len(set(runs) - {"cublas", "peer"})))
-        self.raced.append(set(runs))
-        self.now += self.first_seconds if len(self.cells) == 1 else self.cell_seconds
-        return dict.fromkeys(runs, self.rmse)
-
-    def race(
-        self, arena: SimpleNamespace, m: int, runs: Mapping[str, object], *, rounds: int, **options: object
-    ) -> dict[str, race.Times]:
-        times: dict[str, float] = {}
-        for name in runs:
-            for at in ((arena.n, m, name), (arena.n, m), (arena.n, name), name):
-                if at in self.speeds and not (name in ("cublas", "peer") and at != name):
-                    times[name] = self.speeds[at]
-                    break
-            else:
-                times[name] = 9.0
-        return {name: race.Times(t - 0.1, t, t + 0.1, rounds) for name, t in times.items()}
-
-    def clock_rate(self, index: int = 0) -> int:
-        return self.mhz.pop(0) if len(self.mhz) > 1 else self.mhz[0]
-
-    def synchronize(self) -> None:
-        if not self.alive:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def step(self) -> type:
-        fakes = self
-
-        class Step:
-            """Of a model, with the config it is made of; or of links."""
-
-            def __init__(self, made_of: Any, *rest: object, depth: int = 1, device: str = "") -> None:
-                self.layers = decode_step.Dimensions.of(made_of).layers if isinstance(made_of, Mapping) else depth
-                self.depth = depth
-                fakes.made += 1
-                if fakes.no_room:
-                    fakes.no_room -= 1
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-
-            def at(self, m: int) -> Step:
-                self.m = m
-                return self
-
-            def scale(self, name: str) -> float:
-                return 1.0 if name == "lm_head" else self.layers / self.depth
-
-            def compare(self, arms: Mapping[str, Mapping[str, object]], *, rounds: int) -> dict[str, float]:
-                fakes.now += fakes.step_seconds
-                names = {name: tuple(arm) for name, arm in arms.items()}
-                fakes.stepped.append((self.m, tuple(n for group in names.values() for n in group)))
-                return {
-                    name: 100.0 + (fakes.steps.get(group[0], -1.0) if group else 0.0) for name, group in names.items()
-                }
-
-        return Step
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    """Patch the GPU, the compilers and the clock out."""
-    found = Fakes()
-
-    def spin(arena: object) -> None:
-        found.spun += 1
-
-    monkeypatch.setattr(device, "current_key", lambda index=None: H200)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "NVIDIA H200")
-    for name, value in {
-        "empty_cache": lambda: None, "mem_get_info": lambda: (141 << 30, 141 << 30), "clock_rate": found.clock_rate,
-        "synchronize": found.synchronize,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(machine, "gpu", lambda index=0: machine.Gpu(1980, 3201, "580.1", found.others))
-    monkeypatch.setattr(machine, "checkout_commit", lambda: "abc")
-    monkeypatch.setattr(race, "Arena", found.arena)
-    monkeypatch.setattr(race, "race", found.race)
-    monkeypatch.setattr(tuning, "check", found.check)
-    monkeypatch.setattr(contestants, "ours", lambda *args, **options: None)
-    monkeypatch.setattr(decode_step, "DecodeStep", found.step())
-    monkeypatch.setattr(steps, "ChainStep", found.step())
-    monkeypatch.setattr(prepare, "missing", lambda jobs, key: [] if found.complete else list(jobs)[1:])
-    made = lambda *args, **options: prepare.Prepared(complete=False, refused=found.refused)  # noqa: E731
-    monkeypatch.setattr(prepare, "prepare", made)
-    monkeypatch.setattr(run.memory, "spin", spin)
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: found.now))
-    peer = Peer("peer", lambda problem, m: None, lambda *_: lambda x, w, y: None, lambda *_: "", jit=True)
-    monkeypatch.setattr(peers, "peer_maker", lambda folder=None: peers.Peers([peer]))
-    return found
 
 
 @pytest.fixture
@@ -171,7 +36,7 @@ def _text(result: Result) -> str:
     return " ".join(result.output.split())
 
 
-def test_a_model_end_to_end(fakes: Fakes, skinny: Skinny) -> None:
+def test_a_model_end_to_end(fakes: Any, skinny: Skinny) -> None:
     fakes.steps["down"] = 0.5
     result = skinny("tune", "qwen3-8b", "-M", "1-4")
     assert result.exit_code == 0, result.output
@@ -205,7 +70,7 @@ def test_a_model_end_to_end(fakes: Fakes, skinny: Skinny) -> None:
     }
 
 
-def test_with_out_elsewhere_explain_needs_the_variable(fakes: Fakes, skinny: Skinny, tmp_path: Path) -> None:
+def test_with_out_elsewhere_explain_needs_the_variable(fakes: Any, skinny: Skinny, tmp_path: Path) -> None:
     result = skinny("tune", "qwen3-8b", "-M", "1", "--out", str(tmp_path / "o.toml"), "--tp", "2")
     assert result.exit_code == 0, result.output
     assert set(_plan(tmp_path / "o.toml")) == {
@@ -216,7 +81,7 @@ def test_with_out_elsewhere_explain_needs_the_variable(fakes: Fakes, skinny: Ski
 
 
 def test_shapes_count_for_every_model_and_have_a_step_of_their_own(
-    fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path
+    fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path
 ) -> None:
     fakes.steps["mine/a"] = 0.5
     result = skinny("tune", "--shapes", shapes, "-M", "1,2,4", "--out", str(tmp_path / "o.toml"))
@@ -231,7 +96,7 @@ def test_shapes_count_for_every_model_and_have_a_step_of_their_own(
     assert "count for these shapes in every model" in _text(result)
 
 
-def test_a_capture_is_measured_at_the_m_that_it_saw(fakes: Fakes, skinny: Skinny, tmp_path: Path) -> None:
+def test_a_capture_is_measured_at_the_m_that_it_saw(fakes: Any, skinny: Skinny, tmp_path: Path) -> None:
     record = {
         "n": 2048, "k": 4096, "m": 2, "activation": "fp16", "weight": "fp16", "output": "fp16", "bias": False,
         "layer": "layers.*.up", "layers": 2, "calls": 2, "steps": 3, "phase": "decode",
@@ -250,13 +115,13 @@ def test_a_capture_is_measured_at_the_m_that_it_saw(fakes: Fakes, skinny: Skinny
     assert "head: it has a bias" in _text(result)
 
 
-def test_only_what_passes_alone_takes_a_decode_step(fakes: Fakes, skinny: Skinny) -> None:
+def test_only_what_passes_alone_takes_a_decode_step(fakes: Any, skinny: Skinny) -> None:
     fakes.speeds |= {(4096, 4): 9.9}
     assert skinny("tune", "qwen3-8b", "-M", "4").exit_code == 0
     assert [(m, sorted(names)) for m, names in fakes.stepped] == [(4, ["gate_up", "lm_head", "qkv"])]
 
 
-def test_the_budget_ends_a_run_and_resume_goes_on(fakes: Fakes, skinny: Skinny, tmp_path: Path) -> None:
+def test_the_budget_ends_a_run_and_resume_goes_on(fakes: Any, skinny: Skinny, tmp_path: Path) -> None:
     out = tmp_path / "o.toml"
     asked = ("tune", "qwen3-8b", "-M", "1,4", "--out", str(out), "--time-budget")
     result = skinny(*asked, "18")
@@ -280,7 +145,7 @@ def test_the_budget_ends_a_run_and_resume_goes_on(fakes: Fakes, skinny: Skinny, 
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_decode_step_without_time_leaves_the_cells_open(fakes: Fakes, skinny: Skinny, tmp_path: Path) -> None:
+def test_a_decode_step_without_time_leaves_the_cells_open(fakes: Any, skinny: Skinny, tmp_path: Path) -> None:
     out = tmp_path / "o.toml"
     fakes.first_seconds = fakes.cell_seconds = 6.0  # longer than a first cell is thought to take
     result = skinny("tune", "qwen3-8b", "-M", "4", "--out", str(out), "--time-budget", "14")
@@ -293,7 +158,7 @@ def test_a_decode_step_without_time_leaves_the_cells_open(fakes: Fakes, skinny: 
     assert {cell.status for cell in _plan(out).values()} == {"win"}
 
 
-def test_resuming_with_other_m_keeps_what_waits_for_its_step(fakes: Fakes, skinny: Skinny, tmp_path: Path) -> None:
+def test_resuming_with_other_m_keeps_what_waits_for_its_step(fakes: Any, skinny: Skinny, tmp_path: Path) -> None:
     asked = ("tune", "qwen3-8b", "--out", str(tmp_path / "o.toml"))
     fakes.first_seconds = 6.0
     assert skinny(*asked, "-M", "4", "--time-budget", "14").exit_code == 3
@@ -305,7 +170,7 @@ def test_resuming_with_other_m_keeps_what_waits_for_its_step(fakes: Fakes, skinn
     assert not (tmp_path / "o.toml.partial").exists()
 
 
-def test_ctrl_c_keeps_what_is_measured(fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_measured(fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
     out = tmp_path / "o.toml"
     fakes.interrupt_at = 3
     result = skinny("tune", "--shapes", shapes, "-M", "1,2", "--out", str(out))
@@ -318,7 +183,7 @@ def test_ctrl_c_keeps_what_is_measured(fakes: Fakes, skinny: Skinny, shapes: str
 
 
 def test_a_killed_run_has_every_cell_on_disk(
-    fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "o.toml"
 
@@ -335,7 +200,7 @@ def test_a_killed_run_has_every_cell_on_disk(
 
 
 def test_a_partial_of_something_else_is_not_resumed(
-    fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, partial = tmp_path / "o.toml", tmp_path / "o.toml.partial"
     asked = ("tune", "--shapes", shapes, "-M", "1,2", "--out", str(out))
@@ -362,7 +227,7 @@ def _error(result: Result) -> str:
     return " ".join(result.stderr.split())
 
 
-def test_a_plan_is_not_overwritten(fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
+def test_a_plan_is_not_overwritten(fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
     out = tmp_path / "o.toml"
     out.write_text("mine")
     asked = ("tune", "--shapes", shapes, "-M", "1", "--out", str(out))
@@ -374,7 +239,7 @@ def test_a_plan_is_not_overwritten(fakes: Fakes, skinny: Skinny, shapes: str, tm
     assert len(_plan(out)) == 2
 
 
-def test_out_of_memory_is_said_and_the_others_go_on(fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
+def test_out_of_memory_is_said_and_the_others_go_on(fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
     fakes.large = {4096}
     result = skinny("tune", "--shapes", shapes, "-M", "1,2", "--out", str(tmp_path / "o.toml"))
     assert result.exit_code == 1
@@ -383,7 +248,7 @@ def test_out_of_memory_is_said_and_the_others_go_on(fakes: Fakes, skinny: Skinny
 
 
 def test_a_device_that_stops_answering_ends_the_run(
-    fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed = fakes.check
 
@@ -401,7 +266,7 @@ def test_a_device_that_stops_answering_ends_the_run(
     assert "--resume" in result.output
 
 
-def test_other_processes_and_clock_drift_are_told(fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
+def test_other_processes_and_clock_drift_are_told(fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
     fakes.others, fakes.mhz = 2, [1980, 1980, 1980, 1900]
     result = skinny("tune", "--shapes", shapes, "-M", "1", "--out", str(tmp_path / "o.toml"))
     assert result.exit_code == 0
@@ -415,7 +280,7 @@ def test_other_processes_and_clock_drift_are_told(fakes: Fakes, skinny: Skinny, 
     assert "warning" not in calm
 
 
-def test_what_no_kernel_accepts(fakes: Fakes, skinny: Skinny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_kernel_accepts(fakes: Any, skinny: Skinny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "odd.json").write_text("[[4096, 4097], [2048, 4096]]")
     out = str(tmp_path / "o.toml")
     result = skinny("tune", "--shapes", str(tmp_path / "odd.json"), "-M", "1", "--out", out)
@@ -432,7 +297,7 @@ def test_what_no_kernel_accepts(fakes: Fakes, skinny: Skinny, tmp_path: Path, mo
 
 
 def test_a_kernel_without_its_dsl_is_told(
-    fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ("tune", "--shapes", shapes, "-M", "1", "--out", str(tmp_path / "o.toml"))
     for entrant in DEFAULT[:-1]:
@@ -445,7 +310,7 @@ def test_a_kernel_without_its_dsl_is_told(
     assert "no kernel can be compiled here: no DSL" in _error(skinny(*asked, "--force"))
 
 
-def test_what_is_not_compiled_in_time_does_not_race(fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
+def test_what_is_not_compiled_in_time_does_not_race(fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
     fakes.complete = False
     result = skinny("tune", "--shapes", shapes, "-M", "1", "--out", str(tmp_path / "o.toml"))
     assert "compiling was cut short" in _text(result)
@@ -453,7 +318,7 @@ def test_what_is_not_compiled_in_time_does_not_race(fakes: Fakes, skinny: Skinny
 
 
 def test_a_smaller_m_that_is_slower_is_measured_again_with_the_larger_ones_config(
-    fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path
+    fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path
 ) -> None:
     fast = str(order.accepted(DEFAULT, tuning.problem_of(4096, 4096), 2, H200)[0][-1])
     fakes.speeds |= {(n, m): 8.0 for n in (4096, 2048) for m in (1, 2)}
@@ -471,7 +336,7 @@ def test_a_smaller_m_that_is_slower_is_measured_again_with_the_larger_ones_confi
 
 
 def test_a_time_that_is_not_positive_does_not_spoil_the_plan(
-    fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path
+    fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path
 ) -> None:
     fakes.speeds |= {(2048, 1): 0.05}
     result = skinny("tune", "--shapes", shapes, "-M", "1", "--out", str(tmp_path / "o.toml"))
@@ -479,7 +344,7 @@ def test_a_time_that_is_not_positive_does_not_spoil_the_plan(
     assert set(_plan(tmp_path / "o.toml")) == {"mine/a/M1"}
 
 
-def test_the_finalists_of_a_race_are_kept_fastest_first(fakes: Fakes) -> None:
+def test_the_finalists_of_a_race_are_kept_fastest_first(fakes: Any) -> None:
     problem = tuning.problem_of(4096, 4096)
     raced = order.accepted(DEFAULT, problem, 4, H200)[0]
     fakes.speeds |= {str(raced[7]): 8.0, str(raced[3]): 8.5}
@@ -495,7 +360,7 @@ def test_the_finalists_of_a_race_are_kept_fastest_first(fakes: Fakes) -> None:
 
 
 def test_a_peer_that_fails_elsewhere_does_not_race_here(
-    fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path
+    fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path
 ) -> None:
     fakes.refused = {("peer", 2048, 4096, 1): "its process died"}
     result = skinny("tune", "--shapes", shapes, "-M", "1", "--out", str(tmp_path / "o.toml"))
@@ -503,61 +368,8 @@ def test_a_peer_that_fails_elsewhere_does_not_race_here(
     assert "1 peer cells do not race" in _text(result)
 
 
-def test_a_long_first_cell_says_nothing_about_the_next(
-    fakes: Fakes, skinny: Skinny, shapes: str, tmp_path: Path
-) -> None:
+def test_a_long_first_cell_says_nothing_about_the_next(fakes: Any, skinny: Skinny, shapes: str, tmp_path: Path) -> None:
     fakes.first_seconds = 60.0
     asked = ("tune", "--shapes", shapes, "-M", "1,2", "--out", str(tmp_path / "o.toml"), "--time-budget", "70")
     assert skinny(*asked).exit_code == 0
     assert len(fakes.cells) == 4
-
-
-def test_several_models_are_measured_once_and_each_package_gets_its_cells(
-    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """(4096, 4096) is o of both 8B models: one race, one decode step each; the slower one counts where it is used."""
-    packages = {p.name: p for p in family.discover().packages}
-    models = [
-        request.Model("qwen3-8b", packages["qwen3"], packages["qwen3"].configs["qwen3-8b"]),
-        request.Model("qwen3-8b", packages["qwen3"], packages["qwen3"].configs["qwen3-8b"], 4),
-        request.Model("llama-3.1-8b", packages["llama31"], packages["llama31"].configs["llama-3.1-8b"]),
-    ]
-    target = request.from_models(models, "all")
-    assert len(target.sites) == 12, "15, of which (6144, 4096) is there three times and (4096, 4096) twice"
-    store = Store(tmp_path / "m.jsonl", target, H200, Environment(gpu="then"))
-    wanted = order.order(target.sites, [1, 4])
-    session = run.Session(target, wanted, run.Settings(1000.0), store, H200, say=lambda text: None)
-    assert session.run() == "done"
-    assert len(fakes.cells) == 24
-    assert {label for e in store for label in e.in_model} == {"qwen3-8b", "qwen3-8b-tp4", "llama-3.1-8b"}
-    shared = store.entries[(6144, 4096, DType.BF16), 4]
-    assert set(shared.in_model) == {"qwen3-8b", "qwen3-8b-tp4", "llama-3.1-8b"}
-    store.add(replace(shared, in_model={**shared.in_model, "qwen3-8b-tp4": 2.0}))
-    read = load(tmp_path / "m.jsonl", target)
-    plans = {name: result.make(request.of_family(target, name), read).plan for name in packages}
-    qwen3, llama31 = ({cell.id: cell for cell in plans[name].cells} for name in ("qwen3", "llama31"))
-    assert (len(qwen3), len(llama31)) == (18, 10)
-    assert qwen3["qwen3-8b/qkv/M4"].used_by == ("qwen3-8b/qkv", "qwen3-8b-tp4/gate_up")
-    assert qwen3["qwen3-8b/qkv/M4"].status == "refused", "it is slower in one of the models that use it"
-    assert "2.0 us slower" in qwen3["qwen3-8b/qkv/M4"].why
-    assert llama31["llama-3.1-8b/qkv/M4"].status == "win"
-    assert llama31["llama-3.1-8b/qkv/M4"].used_by == ("llama-3.1-8b/qkv",)
-    assert plans["qwen3"].environment.gpu == "then"
-    assert {plans[name].family for name in plans} >= {"qwen3", "llama31"}
-    with pytest.raises(RequestError, match="other shapes"):
-        load(tmp_path / "m.jsonl", request.from_models(models[:1], "all"))
-
-
-def test_a_step_without_room_takes_that_of_the_others(fakes: Fakes, skinny: Skinny, tmp_path: Path) -> None:
-    fakes.no_room = 1
-    out = tmp_path / "o.toml"
-    assert skinny("tune", "qwen3-8b", "-M", "4", "--out", str(out)).exit_code == 0
-    assert (fakes.made, {cell.status for cell in _plan(out).values()}) == (2, {"win"})
-    fakes.no_room = 2
-    result = skinny("tune", "qwen3-8b", "-M", "4", "--out", str(out), "--force")
-    assert result.exit_code == 1
-    assert "not measured: decode step of qwen3-8b at M = 4: " in _text(result)
-    assert {cell.status for cell in _plan(out).values()} == {"refused"}
-    assert all("its decode step failed" in cell.why for cell in _plan(out).values())
-    assert skinny("tune", "qwen3-8b", "-M", "4", "--out", str(out), "--resume").exit_code == 0
-    assert {cell.status for cell in _plan(out).values()} == {"win"}

@@ -74,7 +74,8 @@ def test_a_folder_that_no_package_knows(make: Callable[..., Any], tmp_path: Path
     assert found.random == (weights == "random")
     assert set(found.shapes(phase="decode")) == QWEN3
     assert {(r.m, r.steps) for r in found.select(phase="decode")} == {(1, 2), (5, 2)}
-    assert {r.m for r in found.records if r.phase == "prefill"} == {1, 5, 13, 65}
+    assert {r.m for r in found.records if r.phase == "prefill"} == {1, 5, 19, 95}
+    assert found.shapes() == {shape: {1, 5} for shape in QWEN3}  # the prompt is too long for a plan's cells
     assert {r.activation for r in found.records} == {"bf16"}
     assert {r.layers for r in found.records if r.layer == "model.layers.*.mlp.down_proj"} == {2}
 

@@ -25,7 +25,7 @@ def test_a_tied_model(version: str, tmp_path: Path) -> None:
     assert list(layers) == [*FUSED, "lm_head"]  # in the order of the model's calls
     assert {(r.m, r.steps) for r in found.select(phase="decode")} == {(1, 7), (3, 7)}
     prefill = {(r.layer == "lm_head", r.m) for r in found.records if r.phase == "prefill"}
-    assert prefill == {(True, 1), (True, 3), (False, 13), (False, 39)}
+    assert prefill == {(True, 1), (True, 3), (False, 19), (False, 57)}
     assert found.notes == ()
     assert said["status"] == 0
     assert "embed_tokens" not in said["output"]

@@ -181,6 +181,12 @@ def report(
         list[Path] | None, typer.Option("--limit", help="CSV of the race to the memory's limit; may repeat.")
     ] = None,
     tpot: Annotated[list[Path] | None, typer.Option("--tpot", help="CSV of time per output token; may repeat.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Only this model (`qwen3-8b`); may repeat. Default: all.")
+    ] = None,
+    tp: Annotated[
+        list[int] | None, typer.Option("--tp", min=1, help="Only this tensor-parallel size; may repeat. Default: all.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for `index.html` and the SVG files.")] = Path("skinny-report"),
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 where a file differs.")] = False,
 ) -> None:
@@ -191,9 +197,10 @@ def report(
 
     Example: `skinny report qwen3 --tpot benchmarks/results/h200/tpot-qwen3-8b.csv --out report`
     """
-    from skinny_lab.report import command
+    from skinny_lab.report import command, content
 
-    raise typer.Exit(command.run(plan or [], limit=limit or [], tpot=tpot or [], out=out, check=check))
+    only = content.Only(tuple(model or ()), tuple(tp or ()))
+    raise typer.Exit(command.run(plan or [], limit=limit or [], tpot=tpot or [], out=out, check=check, only=only))
 
 
 @app.command()

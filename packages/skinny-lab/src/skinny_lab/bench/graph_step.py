@@ -48,7 +48,7 @@ class GraphStep(ABC):
     def times(self, arms: Mapping[str, Any], *, rounds: int) -> dict[str, race.Times]:
         """Microseconds of one step per arm; all arms in every round, each starting one further along."""
         graphs = {name: self._capture(arm) for name, arm in arms.items()}
-        return race.repeated(list(arms), lambda name: replay(graphs[name]), rounds=rounds)
+        return race.repeated(list(arms), lambda name, turn: replay(graphs[name]), rounds=rounds)
 
     def _capture(self, arm: Any) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()

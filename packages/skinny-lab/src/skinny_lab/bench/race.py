@@ -20,6 +20,9 @@ Enough = Callable[[Mapping[str, "Times"]], bool]
 MORE = 4
 """Rounds added at a time while they do not."""
 TARGET_US = 1000.0
+PLACES = 4
+"""Copies of a weight that take turns in a hot race. Near the L2's size one copy says little: weights of 40 to 52 MB gave
+1.02x hot on one H200 and 0.86x on another, cold times within 1 % (2026-12-01); where it lies decides how much stays."""
 L2_FACTOR = 3
 
 
@@ -48,6 +51,7 @@ class Arena:
     def __init__(self, n: int, k: int, dtype: torch.dtype, l2_bytes: int, *, seed: int = 0) -> None:
         self.n, self.k, self.dtype = n, k, dtype
         self.copies = copies_for(n, k, l2_bytes)
+        self.places = min(self.copies, PLACES) if 2 * n * k <= l2_bytes else 1
         generator = torch.Generator("cuda").manual_seed(seed)
         # One block, so that copies are far apart; scaled like a trained weight. Zeros would run faster than real data.
         self.weights = torch.empty(self.copies, n, k, dtype=dtype, device="cuda")
@@ -80,34 +84,37 @@ def race(
 ) -> dict[str, Times]:
     """Time every contestant at M = m in every round, starting each round one further along.
 
-    hot: one weight only, so that what fits stays in L2. target_us: about how long one replay lasts; at least one
-    rotation of the weights. enough: after `rounds`, and after each `MORE` further ones up to `most`, says whether the
-    times so far allow a decision; without it there are `rounds`. Returns percentiles in microseconds per call.
+    hot: one weight at a time, so that what fits stays in L2; each round another of a few, see `PLACES`. target_us:
+    about how long one replay lasts; at least one rotation of the weights. enough: after `rounds`, and after each `MORE`
+    further ones up to `most`, says whether the times so far allow a decision; without it there are `rounds`. Returns
+    percentiles in microseconds per call.
     """
     x_in = arena.activation(m)
     x = torch.empty_like(x_in)
     y = torch.empty(m, arena.n, dtype=out or arena.dtype, device="cuda")
-    weights = arena.weights[:1] if hot else arena.weights
+    sets = [arena.weights[i : i + 1] for i in range(arena.places)] if hot else [arena.weights]
     names = ["", *contestants]
-    repeats = _repeats(arena, len(weights), target_us)
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    repeats = _repeats(arena, len(sets[0]), target_us)
+    graphs: dict[str, list[torch.cuda.CUDAGraph]] = {}
     for name in names:
-        graphs[name] = _capture(contestants.get(name), x_in, x, weights, y, repeats)
-    return repeated(
-        names, lambda name: _replay(graphs[name]) / repeats, less="", rounds=rounds, enough=enough, most=most
-    )  # fmt: skip
+        graphs[name] = [_capture(contestants.get(name), x_in, x, weights, y, repeats) for weights in sets]
+
+    def measure(name: str, turn: int) -> float:
+        return _replay(graphs[name][turn % len(sets)]) / repeats
+
+    return repeated(names, measure, less="", rounds=rounds, enough=enough, most=most)
 
 
 def repeated(
     names: Sequence[str],
-    measure: Callable[[str], float],
+    measure: Callable[[str, int], float],
     *,
     rounds: int,
     less: str | None = None,
     enough: Enough | None = None,
     most: int = 0,
 ) -> dict[str, Times]:
-    """`measure(name)` of every name in every round, each round starting one name further along; see `race`.
+    """`measure(name, round)` of every name in every round, each round starting one name further along; see `race`.
 
     less: the name whose median is subtracted from the others and that is left out of the answer.
     """
@@ -117,7 +124,7 @@ def repeated(
         for turn in range(done, rounds):
             at = turn % len(names)
             for name in [*names[at:], *names[:at]]:
-                values[name].append(measure(name))
+                values[name].append(measure(name, turn))
         done = rounds
         idle = statistics.median(values[less]) if less is not None else 0.0
         found = {name: Times.of([v - idle for v in taken]) for name, taken in values.items() if name != less}

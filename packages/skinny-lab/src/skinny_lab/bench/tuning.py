@@ -24,7 +24,7 @@ COLD_GAIN = 1.05
 HOT_GAIN = 1.03
 HOT_GAIN_FROM_M3 = 1.0
 FINALISTS = 6
-SHORT_ROUNDS, LONG_ROUNDS, MOST_ROUNDS = 3, 7, 31
+SHORT_ROUNDS, LONG_ROUNDS, MOST_ROUNDS = 3, 8, 32
 """Of the short race, of a long one at least, and at most."""
 HOT_FINALISTS = 3
 LEVEL = 1.01

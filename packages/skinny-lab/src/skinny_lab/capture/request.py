@@ -22,8 +22,9 @@ from skinny_lab.capture.document import Capture
 from skinny_lab.capture.tally import Tally
 from skinny_lab.explain.target import RequestError
 
-PROMPT_TOKENS = 13
-"""Without a text: enough rows to tell a prompt from a decode step, odd, and no multiple of a tile."""
+PROMPT_TOKENS = 19
+"""Without a text: more rows than a plan has cells for, so that a tuner spends nothing on a prompt that nobody wrote;
+odd, and no multiple of a tile."""
 
 
 class Request(Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ while the spread does not contradict it:
 - a `win` holds while the upper end of both spreads reaches what is needed; marginal where a median does not;
 - a `refused` holds while the lower end of one spread misses what is needed; marginal where both medians reach it.
 
-The decode step of M >= 3 is not repeated. A cell that the plan refused for its decode step and that passes alone is
-therefore neither confirmed nor contradicted.
+The decode step of M >= 3 is not repeated, nor is a cell held against other M. A cell that the plan refused for its
+decode step, or because a larger M was faster, and that passes alone is therefore neither confirmed nor contradicted.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Outcome(str, Enum):
     """A `refused` that passes now."""
     DECODE_STEP = "decode step"
     """Refused for its decode step, which is not repeated; it passes alone, as it did. Not counted."""
+    HELD_BACK = "held back"
+    """Refused because a larger M was faster, which is not repeated; it passes alone, as it did. Not counted."""
     FAILED = "not measured"
     """Wrong results, or an error. Counts as not confirmed."""
 
@@ -44,7 +46,7 @@ class Outcome(str, Enum):
     @property
     def counts(self) -> bool:
         """Whether the cell is one of the M in "N of M confirmed"."""
-        return self is not Outcome.DECODE_STEP
+        return self not in (Outcome.DECODE_STEP, Outcome.HELD_BACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,21 @@ def judge(cell: Cell, cold: Speedup, hot: Speedup) -> Judgement:
     in_model = cell.evidence.in_model_us
     if cell.m >= 3 and in_model is not None and in_model > 0 and not missed:
         return Judgement(Outcome.DECODE_STEP, f"passes alone; its decode step was {in_model:.1f} us slower")
+    if not missed and _passed(cell):
+        return Judgement(Outcome.HELD_BACK, f"passes alone, as it did: {cell.why}")
     if all(speed.low >= gain for _, speed, gain in sides):
         return Judgement(Outcome.WOULD_WIN, "unless the decode step is slower" if cell.m >= 3 else "")
     if missed:
         return Judgement(Outcome.CONFIRMED)
     return Judgement(Outcome.MARGINAL, f"{cold.mid:.3f}x cold and {hot.mid:.3f}x hot pass by their medians")
+
+
+def _passed(cell: Cell) -> bool:
+    """Whether a cell's own evidence obeys the keep rule, so that it was refused for another cell's sake."""
+    e = cell.evidence
+    if e.baseline_hot is None or e.candidate_hot is None or (cell.m >= 3 and (e.in_model_us is None or e.in_model_us > 0)):
+        return False
+    return e.speedup >= tuning.COLD_GAIN and e.baseline_hot.p50 / e.candidate_hot.p50 >= tuning.hot_gain(cell.m)
 
 
 def share(outcomes: list[Outcome]) -> tuple[int, int, float]:

@@ -20,9 +20,10 @@ COLOUR = {
     Outcome.LOST: "bold red",
     Outcome.WOULD_WIN: "bold yellow",
     Outcome.DECODE_STEP: "dim",
+    Outcome.HELD_BACK: "dim",
     Outcome.FAILED: "bold red",
 }
-URGENT = (Outcome.FAILED, Outcome.LOST, Outcome.WOULD_WIN, Outcome.MARGINAL, Outcome.DECODE_STEP)
+URGENT = (Outcome.FAILED, Outcome.LOST, Outcome.WOULD_WIN, Outcome.MARGINAL, Outcome.DECODE_STEP, Outcome.HELD_BACK)
 """Outcomes that get a sentence each, in this order."""
 MANY = 100
 """Cells of which every one gets a line; of more, those that are confirmed without reservation get none."""
@@ -95,7 +96,7 @@ def show_end(
     marginal = sum(row.outcome == Outcome.MARGINAL for row in found)
     open_ones = len(found) - counted
     text.append(f"; {marginal} of them marginal" if marginal else "")
-    text.append(f"; {open_ones} rest on a decode step and are not counted" if open_ones else "")
+    text.append(f"; {open_ones} rest on a decode step or on another M and are not counted" if open_ones else "")
     if any(row.m >= 3 and row.status == "win" for row in found):
         text.append("; the decode steps of M >= 3 were not repeated")
     if any(row.key != row.plan_key for row in found):

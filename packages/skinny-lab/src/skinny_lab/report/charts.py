@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skinny_core.plan import Plan
-from skinny_lab.report.content import Shape, Step, floor_us, speedup
-from skinny_lab.report.svg import BLUE, INK, LINE, MUTED, ORANGE, PALETTE, PEER, Picture, draw
+from skinny_core.plan import Cell, Plan
+from skinny_lab.report.content import Shape, Step, floor_us, speedup, titled
+from skinny_lab.report.svg import BLUE, INK, LINE, MUTED, ORANGE, PALETTE, PEER, PHONE, Picture, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,32 @@ def speedups(name: str, model: str, shapes: Sequence[Shape], device: str) -> Pic
     return heat(name, alt, title, [s.title for s in shapes], ms, tiles, (0.8, 1.0, round(high + 0.005, 2)), label)
 
 
+def means(name: str, family: str, known: Mapping[str, Sequence[Cell]], device: str) -> Picture:
+    """Model and tensor-parallel size x M: geometric mean of the cold speed-ups over its shapes. known: cells by label.
+    A cell that does not run counts as 1: the call stays the host's own."""
+    measured = {label: [c for c in cells if c.status != "reported"] for label, cells in known.items()}
+    labels = [label for label, cells in measured.items() if cells]
+    ms = sorted({cell.m for cells in measured.values() for cell in cells})
+    tiles = {}
+    for y, label in enumerate(labels):
+        for x, m in enumerate(ms):
+            at = [cell for cell in measured[label] if cell.m == m]
+            if at:
+                gains = [speedup(cell).mid if cell.status == "win" else 1.0 for cell in at]
+                tiles[y, x] = Tile(statistics.geometric_mean(gains))
+    high = max([1.2, *(tile.value for tile in tiles.values())])
+    best = max(tiles, key=lambda place: tiles[place].value)
+    alt = (
+        f"Heat map of the mean speed-up of {len(labels)} models and tensor-parallel sizes of {family} on {device} by"
+        f" {len(ms)} values of M. The highest is {tiles[best].value:.2f}, of {titled(labels[best[0]])} at"
+        f" M = {ms[best[1]]}."
+    )
+    title = f"{family}: speed-up, cold L2, geometric mean over shapes\n{device}; what does not run counts as 1"
+    rows = [titled(label) for label in labels]
+    label = "median time of the replaced call / what runs"
+    return heat(name, alt, title, rows, ms, tiles, (0.8, 1.0, round(high + 0.005, 2)), label)
+
+
 def times(name: str, model: str, found: Plan, shape: Shape) -> Picture:
     """One shape: microseconds against M, with the time in which the memory could deliver the weight."""
     ms = [cell.m for cell in shape.cells]
@@ -202,4 +229,4 @@ def saving(name: str, title: str, steps: Sequence[Step], device: str) -> Picture
         if best.saved_us
         else f"Predicted from cells: no cell of {title} runs on {device}, so nothing is saved."
     )
-    return draw(name, alt, 4.8, 1.9 + 0.42 * len(steps), paint)
+    return draw(name, alt, PHONE, 1.9 + 0.42 * len(steps), paint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from rich.text import Text
 
 from skinny_lab import output
 from skinny_lab.bench.rows import write_text
+from skinny_lab.explain.target import RequestError
 from skinny_lab.report import content, markup, results, sections, svg
-from skinny_lab.report.content import Shape, Source
+from skinny_lab.report.content import Only, Shape, Source
 
 PAGE = "index.html"
 INTRODUCTION = (
@@ -22,14 +23,17 @@ INTRODUCTION = (
 )
 
 
-def run(texts: Sequence[str], *, limit: Sequence[Path], tpot: Sequence[Path], out: Path, check: bool) -> int:
+def run(
+    texts: Sequence[str], *, limit: Sequence[Path], tpot: Sequence[Path], out: Path, check: bool, only: Only
+) -> int:
     """Write the report of these plans (packages or files; all shipped ones without any) and rows into `out`.
 
     Returns 0; with `check`, which writes nothing, 1 where a file is missing or differs. Raises `SkinnyError` where
-    matplotlib is missing, or a plan, rows or the folder cannot be used.
+    matplotlib is missing, a plan, rows or the folder cannot be used, or `only` leaves nothing.
     """
     svg.require()
     texts_of_files = generated(
+        only,
         content.open_sources(texts),
         [results.read(path, "limit") for path in limit],
         [results.read(path, "tpot") for path in tpot],
@@ -50,10 +54,19 @@ def run(texts: Sequence[str], *, limit: Sequence[Path], tpot: Sequence[Path], ou
 
 
 def generated(
-    sources: Sequence[Source], limits: Sequence[results.File], engines: Sequence[results.File]
+    only: Only, sources: Sequence[Source], limits: Sequence[results.File], engines: Sequence[results.File]
 ) -> dict[str, str]:
     """File name -> text: the page, and each of its pictures alone."""
-    pieces = list(_pieces(sources, limits, engines))
+    by_model = {
+        source.slug: {label: shapes for label, shapes in content.models(source.plan).items() if only.takes(label)}
+        for source in sources
+    }
+    if only != Only() and not any(by_model.values()):
+        labels = dict.fromkeys(label for source in sources for label in content.models(source.plan))
+        raise RequestError("no model of the plans is of that name and size", f"choose from: {', '.join(labels)}")
+    if only != Only():
+        sources = [source for source in sources if by_model[source.slug]]
+    pieces = list(_pieces(sources, by_model, limits, engines, only))
     pictures = [piece for piece in pieces if isinstance(piece, svg.Picture)]
     css = (files("skinny_lab.report") / "page.css").read_text(encoding="utf-8") + svg.THEME
     made = {PAGE: markup.page("skinny: measured cells", css, sections.render(pieces))}
@@ -61,9 +74,13 @@ def generated(
 
 
 def _pieces(
-    sources: Sequence[Source], limits: Sequence[results.File], engines: Sequence[results.File]
+    sources: Sequence[Source],
+    by_model: Mapping[str, Mapping[str, list[Shape]]],
+    limits: Sequence[results.File],
+    engines: Sequence[results.File],
+    only: Only,
 ) -> Iterator[sections.Piece]:
-    by_model = {source.slug: content.models(source.plan) for source in sources}
+    unfolded = sum(map(len, by_model.values())) < sections.FOLDED_FROM
     yield markup.tag("h1", "skinny: measured cells")
     yield markup.tag("p", INTRODUCTION)
     yield _contents(sources, by_model, limits)
@@ -72,16 +89,17 @@ def _pieces(
         title = f"{source.plan.family} on {source.plan.environment.gpu or source.plan.product}"
         yield markup.tag("h2", title, id=source.slug)
         yield from sections.overview(source)
+        yield from sections.means(source, by_model[source.slug])
         for name, shapes in by_model[source.slug].items():
             engine = next((file for file in engines if _fits(file, source, name)), None)
             if engine is not None:
                 told.add((engine.digest, name))
-            yield from sections.model(source, name, shapes, engine)
+            yield from sections.model(source, name, shapes, engine, unfolded=unfolded)
     rest = [
         (file, model)
         for file in engines
         for model in dict.fromkeys(row.what for row in file.rows)
-        if (file.digest, model) not in told
+        if (file.digest, model) not in told and only.takes(model)
     ]
     if rest:
         yield markup.tag("h2", "Time per output token, without a plan above")
@@ -103,13 +121,19 @@ def _fits(file: results.File, source: Source, model: str) -> bool:
 
 
 def _contents(
-    sources: Sequence[Source], by_model: dict[str, dict[str, list[Shape]]], limits: Sequence[results.File]
+    sources: Sequence[Source], by_model: Mapping[str, Mapping[str, list[Shape]]], limits: Sequence[results.File]
 ) -> markup.Html:
     entries = []
     for source in sources:
-        names = [markup.tag("a", name, href=f"#{source.slug}-{content.slug(name)}") for name in by_model[source.slug]]
+        sizes: dict[str, list[markup.Html]] = {}
+        for label in by_model[source.slug]:
+            model, tp = content.split(label)
+            said = model if model not in sizes and tp == 1 else f"TP {tp}" if model in sizes else f"{model}, TP {tp}"
+            link = markup.tag("a", said, href=f"#{source.slug}-{content.slug(label)}")
+            sizes.setdefault(model, []).append(link)
         link = markup.tag("a", f"{source.plan.family} on {source.plan.product}", href=f"#{source.slug}")
-        entries.append(markup.tag("li", link, ": ", markup.join(names, ", ")))
+        models = markup.tag("ul", *(markup.tag("li", markup.join(links, ", ")) for links in sizes.values()))
+        entries.append(markup.tag("li", link, models if sizes else ""))
     if limits:
         entries.append(markup.tag("li", markup.tag("a", "Race to the memory's limit", href="#limit")))
     entries.append(markup.tag("li", markup.tag("a", "Evidence: device, software, commit, command", href="#evidence")))

@@ -84,6 +84,34 @@ class Step:
         return sum(part.saved_us for part in self.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Only:
+    """What a report is narrowed to. models: names of configs; tps: tensor-parallel sizes. Empty: all."""
+
+    models: tuple[str, ...] = ()
+    tps: tuple[int, ...] = ()
+
+    def takes(self, label: str) -> bool:
+        """Whether a section of that name is shown."""
+        name, tp = split(label)
+        return (not self.models or name in self.models) and (not self.tps or tp in self.tps)
+
+
+_TP = re.compile(r"(.+)[-.]tp(\d+)")
+
+
+def split(label: str) -> tuple[str, int]:
+    """Model and tensor-parallel size: "qwen3-8b-tp2" is ("qwen3-8b", 2), "qwen3-8b" is ("qwen3-8b", 1)."""
+    found = _TP.fullmatch(label)
+    return (found[1], int(found[2])) if found else (label, 1)
+
+
+def titled(label: str) -> str:
+    """ "qwen3-8b, TP 2"."""
+    name, tp = split(label)
+    return name if tp == 1 else f"{name}, TP {tp}"
+
+
 def slug(text: str) -> str:
     """Lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "plan"
@@ -118,8 +146,9 @@ def open_sources(texts: Sequence[str]) -> list[Source]:
 
 
 def models(found: Plan) -> dict[str, list[Shape]]:
-    """Model name -> its shapes, in the plan's order. A model is what stands before the slash of `used_by`; a cell that
-    names no user counts for what its id begins with."""
+    """Model name -> its shapes, in the plan's order. A model is what stands before the slash of `used_by`, one for each
+    tensor-parallel size ("qwen3-8b-tp2"), beside each other; a cell that names no user counts for what its id begins
+    with."""
     grouped: dict[str, dict[tuple[int, int, str], tuple[dict[str, None], list[Cell]]]] = {}
     for cell in found.cells:
         uses = cell.used_by or (cell.id.rsplit("/M", 1)[0],)
@@ -128,12 +157,13 @@ def models(found: Plan) -> dict[str, list[Shape]]:
             seen, cells = shapes.setdefault((cell.n, cell.k, arithmetic(cell)), ({}, []))
             seen.update(dict.fromkeys(names))
             cells.append(cell)
+    first = list(dict.fromkeys(split(label)[0] for label in grouped))
     return {
         model: [
             Shape(tuple(names), n, k, note, tuple(sorted(cells, key=lambda cell: cell.m)))
-            for (n, k, note), (names, cells) in shapes.items()
+            for (n, k, note), (names, cells) in grouped[model].items()
         ]
-        for model, shapes in grouped.items()
+        for model in sorted(grouped, key=lambda label: (first.index(split(label)[0]), split(label)[1]))
     }
 
 
@@ -174,11 +204,13 @@ def verdict(cell: Cell) -> tuple[str, str]:
     return "reported, off", f"measured by somebody else: {cell.evidence.source}"
 
 
-def predicted(source: Source, model: str) -> Iterator[tuple[int, list[Step]]]:
+def predicted(source: Source, label: str) -> Iterator[tuple[int, list[Step]]]:
     """(tensor-parallel size, decode steps by M) where the package knows the model's calls and cells fit its shapes.
 
-    A size above 1 is told only where every projection has a cell: single shapes coincide between sizes.
+    "qwen3-8b-tp2" is of that size. "qwen3-8b" is of size 1, and of others that have no name of their own in the plan:
+    those only where every projection has a cell, since single shapes coincide between sizes.
     """
+    model, own = split(label)
     config = source.package.configs.get(model) if source.package else None
     if source.package is None or config is None:
         return
@@ -187,7 +219,8 @@ def predicted(source: Source, model: str) -> Iterator[tuple[int, list[Step]]]:
         for cell in source.plan.cells
         if not arithmetic(cell)
     }  # fmt: skip
-    for tp in TPS:
+    elsewhere = {tp for name, tp in map(split, models(source.plan)) if name == model} - {own}
+    for tp in (own,) if own > 1 else (tp for tp in TPS if tp not in elsewhere):
         try:
             projections = [p for p in source.package.projections(config, tp) if not p.part_of]
         except ModelConfigError:  # cannot be split over that many ranks
@@ -201,7 +234,7 @@ def predicted(source: Source, model: str) -> Iterator[tuple[int, list[Step]]]:
                 saved = (cell.evidence.baseline.p50 - cell.evidence.candidate.p50) * p.calls if cell else 0.0
                 parts.append(Part(p.name, p.calls, state, saved if state == "runs" else 0.0))
             known = [part.state != "not measured" for part in parts]
-            if all(known) or (tp == 1 and any(known)):
+            if all(known) or (tp == own and any(known)):
                 steps.append(Step(m, tuple(parts)))
         if steps:
             yield tp, steps

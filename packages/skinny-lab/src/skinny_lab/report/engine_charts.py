@@ -8,7 +8,7 @@ from typing import Any
 from skinny_lab.bench.rows import LIMIT_TBPS
 from skinny_lab.report.charts import Tile, heat
 from skinny_lab.report.results import Arms, LimitCell
-from skinny_lab.report.svg import BLUE, GREY, LINE, MUTED, ORANGE, Picture, draw
+from skinny_lab.report.svg import BLUE, GREY, LINE, MUTED, ORANGE, PHONE, Picture, draw
 
 FASTER = "#009e73"
 
@@ -56,7 +56,7 @@ def waterfall(name: str, model: str, found: Sequence[Arms], device: str) -> Pict
             said = "(within the spread of the steps)"
             keys.append(Patch(facecolor="none", edgecolor=MUTED, hatch="////", label=said))
         figure.suptitle(f"{model}: time per output token, measured\n{device}", x=0.01, ha="left", fontsize=10.5)
-        figure.legend(handles=keys, loc="outside lower left", ncols=3, fontsize=9, columnspacing=1.2)
+        figure.legend(handles=keys, loc="outside lower left", ncols=2, fontsize=9, columnspacing=1.2)
 
     said = "; ".join(
         f"concurrency {a.concurrency}: {a.stock:.3f} to {a.ours:.3f} ms, {100 * a.change:+.1f} percent"
@@ -64,11 +64,11 @@ def waterfall(name: str, model: str, found: Sequence[Arms], device: str) -> Pict
         for a in found
     )
     alt = f"Measured time per output token of {model} on {device}, stock and with skinny. {said}."
-    return draw(name, alt, max(4.8, 1.0 + 0.95 * len(found)), 3.7, paint)
+    return draw(name, alt, max(PHONE, 0.7 + 0.66 * len(found)), 3.8, paint)
 
 
-def limit(name: str, cells: Sequence[LimitCell], device: str) -> Picture:
-    """Fraction of the memory's limit that ours reaches, shape x M."""
+def limit(name: str, cells: Sequence[LimitCell], device: str, tp: int = 1) -> Picture:
+    """Fraction of the memory's limit that ours reaches, shape x M, of one tensor-parallel size."""
     shapes = list(dict.fromkeys((cell.what, cell.n, cell.k) for cell in cells))
     ms = sorted({cell.m for cell in cells})
     tiles = {
@@ -81,7 +81,8 @@ def limit(name: str, cells: Sequence[LimitCell], device: str) -> Picture:
         f"Heat map of the fraction of the memory's limit that skinny reaches on {device}, {len(shapes)} shapes by"
         f" {len(ms)} values of M; a peer or cuBLAS is ahead in {ahead} of {len(tiles)} cells."
     )
-    title = f"Fraction of the memory's limit, cold L2\n{device}; weight bytes at {LIMIT_TBPS:.2f} TB/s"
+    size = "" if tp == 1 else f", TP {tp}"
+    title = f"Fraction of the memory's limit, cold L2{size}\n{device}; weight bytes at {LIMIT_TBPS:.2f} TB/s"
     rows = [f"{what}  {2 * n * k / 1e6:.0f} MB" for what, n, k in shapes]
     return heat(
         name,

@@ -46,10 +46,16 @@ def table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]], 
 
 
 def picture(drawn: Picture) -> Html:
-    """An inline SVG. It scales with the page up to its size, and scrolls below three quarters of it."""
-    least, most = f"{0.75 * drawn.width:.0f}px", f"{1.25 * drawn.width:.0f}px"
+    """An inline SVG. It scales with the page up to a quarter above its size, and scrolls below nine tenths of it: the
+    smallest type is 8 points."""
+    least, most = f"{0.9 * drawn.width:.0f}px", f"{1.25 * drawn.width:.0f}px"
     body = drawn.inline.replace("<svg ", f'<svg style="min-width:{least};max-width:{most}" ', 1)
-    return tag("figure", Html(body))
+    return tag("figure", Html(body), tabindex="0")
+
+
+def fold(title: str, *, unfolded: bool) -> tuple[Html, Html]:
+    """Opening and closing of a part that a reader can fold."""
+    return Html(f"<details{' open' if unfolded else ''}><summary>{escaped(title)}</summary>"), Html("</details>")
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Html:

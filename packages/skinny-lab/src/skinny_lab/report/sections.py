@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from skinny_core.plan import Cell
 from skinny_lab.bench.rows import LIMIT_TBPS, Row
 from skinny_lab.report import charts, engine_charts, results
-from skinny_lab.report.content import RULER, Shape, Source, floor_us, predicted, slug, speedup, verdict
-from skinny_lab.report.markup import Html, facts, join, picture, table, tag
+from skinny_lab.report.content import (
+    RULER,
+    Shape,
+    Source,
+    floor_us,
+    predicted,
+    slug,
+    speedup,
+    split,
+    titled,
+    verdict,
+)
+from skinny_lab.report.markup import Html, facts, fold, join, picture, table, tag
 from skinny_lab.report.svg import Picture
 
 Piece = Html | Picture
@@ -48,26 +59,45 @@ def overview(source: Source) -> Iterator[Piece]:
         yield table("Geometric means over shapes, cold L2, by M", heads, rows, ["number"] * 6)
 
 
-def model(source: Source, name: str, shapes: Sequence[Shape], engine: results.File | None) -> Iterator[Piece]:
-    """One model of a plan: heat map, times by shape, time per token, table of cells."""
+def means(source: Source, by_model: Mapping[str, Sequence[Shape]]) -> Iterator[Piece]:
+    """All models of a plan at a glance: geometric mean of the speed-ups over the shapes of each, by M."""
+    known = {label: [c for shape in shapes for c in shape.cells] for label, shapes in by_model.items()}
+    if len(known) > 1 and any(cell.status != "reported" for cells in known.values() for cell in cells):
+        device = source.plan.environment.gpu or source.plan.product
+        yield charts.means(f"{source.slug}-models", source.plan.family, known, device)
+
+
+FOLDED_FROM = 4
+"""With so many models the charts by shape and the tables of cells are folded: 28 of them are 130 screens."""
+
+
+def model(
+    source: Source, name: str, shapes: Sequence[Shape], engine: results.File | None, *, unfolded: bool = True
+) -> Iterator[Piece]:
+    """One model of a plan: heat map, time per token, times by shape, table of cells."""
     prefix = f"{source.slug}-{slug(name)}"
     device = source.plan.environment.gpu or source.plan.product
-    yield tag("h3", f"{name}, {source.plan.product}", id=prefix)
-    yield charts.speedups(f"{prefix}-speedup", name, shapes, device)
-    yield tag("h4", "Time per call against the byte floor")
-    yield tag("p", _floor_note(source), kind="note")
-    yield Html('<div class="charts">')
-    for shape in shapes:
-        yield charts.times(f"{prefix}-{shape.slug}", name, source.plan, shape)
-    yield Html("</div>")
+    title = titled(name)
+    yield tag("h3", f"{title}, {source.plan.product}", id=prefix)
+    yield charts.speedups(f"{prefix}-speedup", title, shapes, device)
     yield tag("h4", "Time per output token")
     if engine is not None:
         yield from tokens(f"{prefix}-tpot", name, engine.rows)
     if engine is None or not results.arms([row for row in engine.rows if row.what == name]):
         yield from _predicted(source, prefix, name, device)
-    yield tag("h4", "Cells")
+    opening, closing = fold("Time per call against the byte floor", unfolded=unfolded)
+    yield opening
+    yield tag("p", _floor_note(source), kind="note")
+    yield Html('<div class="charts">')
+    for shape in shapes:
+        yield charts.times(f"{prefix}-{shape.slug}", title, source.plan, shape)
+    yield Html("</div>")
+    yield closing
+    opening, closing = fold(f"All {sum(len(shape.cells) for shape in shapes)} cells of {title}", unfolded=unfolded)
+    yield opening
     yield tag("p", CELLS_NOTE, kind="note")
-    yield _cells(source, name, shapes)
+    yield _cells(source, title, shapes)
+    yield closing
 
 
 def tokens(prefix: str, name: str, rows: Sequence[Row]) -> Iterator[Piece]:
@@ -97,7 +127,7 @@ def _predicted(source: Source, prefix: str, name: str, device: str) -> Iterator[
     if not every:
         why = (
             f"no installed package knows how often {name} calls each projection"
-            if source.package is None or name not in source.package.configs
+            if source.package is None or split(name)[0] not in source.package.configs
             else "its cells do not fit the shapes that its package declares"
         )
         yield tag("p", f"Not measured, and not predicted: {why}.", kind="note")
@@ -107,9 +137,10 @@ def _predicted(source: Source, prefix: str, name: str, device: str) -> Iterator[
         " the difference of cold medians, over the cells that run. An engine may show less."
     )
     yield tag("p", said, kind="note")
+    model, own = split(name)
     for tp, steps in every:
-        title = name if tp == 1 else f"{name}, TP {tp}"
-        yield charts.saving(f"{prefix}-predicted{'' if tp == 1 else f'-tp{tp}'}", title, steps, device)
+        title = model if tp == 1 else f"{model}, TP {tp}"
+        yield charts.saving(f"{prefix}-predicted{'' if tp == own else f'-tp{tp}'}", title, steps, device)
         heads = ("M", *(part.name for part in steps[0].parts), "sum, µs")
         lines = [(s.m, *(_part(p.state, p.saved_us) for p in s.parts), f"{s.saved_us:.1f}") for s in steps]
         caption = f"{title}: microseconds saved per decode step, predicted from cells"
@@ -188,8 +219,12 @@ def limit(file: results.File, name: str) -> Iterator[Piece]:
     if any(RULER.upper() not in row.device for row in file.rows):
         said = f"The limit of {LIMIT_TBPS:.2f} TB/s was measured on an H200 SXM; these rows are of {device}."
         yield tag("p", said, kind="warn")
-    if any(cell.ours for cell in cells):
-        yield engine_charts.limit(f"{name}-heatmap", cells, device)
+    by_tp: dict[int, list[results.LimitCell]] = {}
+    for cell in cells:
+        by_tp.setdefault(split(cell.what)[1], []).append(cell)
+    for tp, of in sorted(by_tp.items()):
+        if any(cell.ours for cell in of):
+            yield engine_charts.limit(f"{name}-heatmap{'' if tp == 1 else f'-tp{tp}'}", of, device, tp)
     rows = []
     for cell in cells:
         best = cell.peers[0] if cell.peers else None

@@ -15,16 +15,19 @@ INK, MUTED, LINE = "#1f2933", "#59616b", "#d5d9de"
 PEER = "#a3005f"
 DARK = {INK: "#e8eaed", MUTED: "#aab2bc", LINE: "#454c55", PEER: "#f28cc4"}
 """What these become on dark paper. All other colours are legible on both."""
+PHONE = 4.1
+"""Inches. A figure of that width fits a phone's 390 pixels with its smallest type at 8 points; wider ones scroll."""
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a929c"
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 """Okabe and Ito: told apart with any colour vision."""
 
 THEME = "@media (prefers-color-scheme: dark) {%s}" % "".join(  # noqa: UP031
-    f'svg [style*="{what}: {light}"]{{{what}:{dark} !important}}'
+    f'[style*="{what}: {light}"]{{{what}:{dark} !important}}'
     for light, dark in DARK.items()
     for what in ("fill", "stroke")
 )
-"""CSS: an attribute selector over the inline styles, so that a viewer that knows no CSS shows the light version."""
+"""CSS: an attribute selector over the inline styles, so that a viewer that knows no CSS shows the light version.
+Without `svg` in front: a marker is drawn through `<use>`, whose shadow tree no descendant selector reaches."""
 
 _DARK_PAPER = "@media (prefers-color-scheme: dark) {svg {background: #14181d}}"
 

@@ -243,7 +243,8 @@ def test_the_same_bytes_again_and_check(skinny: Skinny, tmp_path: Path) -> None:
 
 
 def test_the_shipped_plan_of_qwen3(skinny: Skinny, tmp_path: Path) -> None:
-    result = skinny("report", "qwen3", "--out", str(tmp_path))
+    # One of its models: all of them take half a minute to draw.
+    result = skinny("report", "qwen3", "--model", "qwen3-8b", "--tp", "1", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     read = Reader(page)
@@ -251,7 +252,7 @@ def test_the_shipped_plan_of_qwen3(skinny: Skinny, tmp_path: Path) -> None:
     assert len(read.ids) == len(set(read.ids))
     (source,) = content.open_sources(["qwen3"])
     listed = [row for row in read.rows if len(row) == 13 and row[2].isdigit()]
-    assert len(listed) == sum(len(s.cells) for shapes in content.models(source.plan).values() for s in shapes)
+    assert len(listed) == sum(len(shape.cells) for shape in content.models(source.plan)["qwen3-8b"]) >= 80
     assert "skinny replay qwen3" in page
 
 

@@ -103,8 +103,12 @@ def test_a_compiler_that_makes_nothing_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_registers_that_spilled_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sass, "resources", lambda cubin: sass.Resources(255, 16, 0, 0))
-    assert cross_compile(made()) == "made/M1: 16 bytes of stack and 0 of local memory per thread"
+    monkeypatch.setattr(sass, "resources", lambda cubin: sass.Resources(255, 40, 0, 0))
+    assert cross_compile(made()) == "made/M1: 40 bytes of stack and 0 of local memory per thread"
+    monkeypatch.setattr(sass, "resources", lambda cubin: sass.Resources(255, 0, 8, 0))
+    assert cross_compile(made()) == "made/M1: 0 bytes of stack and 8 of local memory per thread"
+    monkeypatch.setattr(sass, "resources", lambda cubin: sass.Resources(255, 24, 0, 0))
+    assert cross_compile(made()) is None, "it was measured to win all the same"
 
 
 @pytest.mark.parametrize(

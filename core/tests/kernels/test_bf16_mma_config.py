@@ -324,6 +324,17 @@ def test_the_cache_key_holds_the_sources(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(seen) == {f"{folder}/kernel.py", f"{folder}/config.py", *shared}, "not what only the host does"
 
 
+def test_long_rings_are_for_the_device_that_they_were_swept_on() -> None:
+    long = {"warps": 4, "parts": 2, "loads": 5, "unroll": 4, "ahead": 2, "blocks": 2}
+    config = KERNEL.config_from(long)
+    said = {
+        name: KERNEL.refuses(config, Problem(n=4096, k=4096, device=device.product(name)), 1)
+        for name in ("h200", "b200")
+    }
+    assert said == {"h200": None, "b200": "20 loads in flight: at most 16 on devices other than capability 9.0"}
+    assert KERNEL.refuses(config, Problem(n=4096, k=4096), 1) is None, "a shape alone is for no device"
+
+
 def test_blocks_limit_the_registers_only_where_they_were_measured() -> None:
     config = MmaConfig(8, 2, 4, 2, 2, 2)
     here, elsewhere = (KERNEL.spec(config, PROBLEM, 16, pdl=False, capability=c) for c in ((9, 0), (10, 0)))

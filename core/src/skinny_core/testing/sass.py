@@ -119,16 +119,23 @@ def inspect(cubin: bytes, *, ptx: str = "") -> SassReport:
     )
 
 
-def assert_streaming(report: SassReport, *, narrow_loads: int = 0, mma: str | None = None) -> None:
-    """The binary streams: nothing spilled, 16-byte global loads (or bulk copies), at most `narrow_loads` others.
+MEASURED_STACK = 32
+"""Bytes of stack per thread that a cell may have on the device where it was measured to win: eight registers. 19 of
+1358 such cells have 16 or 24 (sm_90a); they beat cuBLAS by 1.10x to 1.57x, and in the same race every config of ours
+that has none. Where nothing was measured, none is allowed."""
+
+
+def assert_streaming(report: SassReport, *, narrow_loads: int = 0, mma: str | None = None, stack: int = 0) -> None:
+    """The binary streams: 16-byte global loads (or bulk copies), at most `narrow_loads` others, at most `stack` bytes
+    of spilled registers per thread.
 
     narrow_loads: global load instructions below 128 bits that the epilogue or scalar reads may need.
     mma: required prefix of the matrix instructions ("HGMMA", "UTCHMMA", "HMMA"); not checked where SASS is not decoded.
     """
     where = f"{report.arch}, {report.registers} registers"
-    assert report.stack_bytes == 0, f"{where}: STACK {report.stack_bytes} bytes per thread"
+    assert report.stack_bytes <= stack, f"{where}: STACK {report.stack_bytes} bytes per thread"
     assert report.local_bytes == 0, f"{where}: LOCAL {report.local_bytes} bytes per thread"
-    assert not report.spills, f"{where}: local memory is used: {dict(report.spills)}"
+    assert not report.spills or stack, f"{where}: local memory is used: {dict(report.spills)}"
     wide = {name: n for name, n in report.loads.items() if name.endswith((".128", ".256")) or name in _BULK}
     narrow = {name: n for name, n in report.loads.items() if name not in wide}
     assert wide, f"{where}: no 128-bit global load; {dict(report.loads)}"

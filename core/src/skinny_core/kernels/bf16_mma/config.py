@@ -28,6 +28,10 @@ MAX_THREADS = 1024
 MAX_CHAIN = 256
 """Additions that tensor cores, which truncate each, may do in a row for an FP32 output: on an H200, 5e-6 (DESIGN 6)
 held at 267 of them and failed at 304 (K = 9728, two warps, one part). A rounded BF16 or FP16 output does not notice."""
+SWEPT = (9, 0)
+"""Capability whose register allocation the estimate of `registers` was read off."""
+MAX_RING = 16
+"""Loads in flight per lane on any other: 20 spill there (sm_100a, sm_103a: 16 to 240 bytes at 255 registers)."""
 MAX_OUTPUTS = 8
 """Outputs that one thread may sum and store one after the other: above it the reduction is a serial tail."""
 ALLOWED: dict[str, tuple[int, ...]] = {
@@ -214,6 +218,9 @@ def _refuses_config(config: MmaConfig, problem: Problem, m: int) -> str | None:
         return f"partial sums of {spec.shared_bytes} bytes: at most {STATIC_SHARED}"
     if spec.outputs > MAX_OUTPUTS:
         return f"{spec.outputs} outputs per thread: at most {MAX_OUTPUTS}"
+    ring = config.unroll * config.loads
+    if ring > MAX_RING and problem.device is not None and problem.device.capability != SWEPT:
+        return f"{ring} loads in flight: at most {MAX_RING} on devices other than capability {SWEPT[0]}.{SWEPT[1]}"
     used = registers(config, spec.groups, tail=spec.tail)
     if used > (limit := register_limit(config)):
         return f"about {used} registers: {config.blocks} blocks of {config.warps} warps have {limit} each"

@@ -82,7 +82,9 @@ def judge(cell: Cell, cold: Speedup, hot: Speedup) -> Judgement:
 def _passed(cell: Cell) -> bool:
     """Whether a cell's own evidence obeys the keep rule, so that it was refused for another cell's sake."""
     e = cell.evidence
-    if e.baseline_hot is None or e.candidate_hot is None or (cell.m >= 3 and (e.in_model_us is None or e.in_model_us > 0)):
+    if e.baseline_hot is None or e.candidate_hot is None:
+        return False
+    if cell.m >= 3 and (e.in_model_us is None or e.in_model_us > 0):
         return False
     return e.speedup >= tuning.COLD_GAIN and e.baseline_hot.p50 / e.candidate_hot.p50 >= tuning.hot_gain(cell.m)
 

@@ -22,7 +22,7 @@ MORE = 4
 TARGET_US = 1000.0
 PLACES = 4
 """Copies of a weight that take turns in a hot race. Near the L2's size one copy says little: weights of 40 to 52 MB
-gave 1.02x hot on one H200 and 0.86x on another, cold times within 1 % (2026-12-01); where it lies decides what stays."""
+gave 1.02x hot on one H200 and 0.86x on another, cold times within 1 % (2026-12-01): where it lies seems to decide."""
 L2_FACTOR = 3
 
 

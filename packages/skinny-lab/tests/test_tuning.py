@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from skinny_core.problem import KernelConfig
-from skinny_lab.bench import race, tuning
+from skinny_lab.bench import machine, race, tuning
 
 CONFIG = KernelConfig.of("bf16_simt", {"threads": 64, "rows": 2, "chunks": 2})
 
@@ -87,3 +89,12 @@ def test_a_race_ends_when_its_spreads_leave_no_doubt(
     named = {"ours": ours, **{f"other {i}": t for i, t in enumerate(others)}, "cublas": base}
     times = {name: _times(*t) for name, t in named.items()}
     assert tuning.decided(times, [name for name in named if name != "cublas"], tuning.COLD_GAIN) is enough
+
+
+def test_a_recorded_command_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.torch.cuda, "get_device_name", lambda index=0: "GPU")
+    monkeypatch.setattr(machine, "gpu", lambda index=0: machine.Gpu(0, 0, "1", 0))
+    monkeypatch.setattr(
+        sys, "argv", ["/me/bin/skinny", "tune", "--out", "/me/plan.toml", "-M", "1-16", "a/b"]
+    )
+    assert machine.environment(commit="c").command == "skinny tune --out plan.toml -M 1-16 a/b"

@@ -64,8 +64,13 @@ def environment(index: int = 0, *, commit: str = "") -> Environment:
         dsl=" ".join(f"{name} {_version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")),
         commit=commit or checkout_commit(),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=" ".join(_of_no_machine(argument) for argument in sys.argv),
     )
+
+
+def _of_no_machine(argument: str) -> str:
+    """An argument without the folders that a file lies in on this machine: a plan is published."""
+    return Path(argument).name if argument.startswith(("/", "~")) or argument == sys.argv[0] else argument
 
 
 def checkout_commit() -> str:

@@ -94,7 +94,5 @@ def test_a_race_ends_when_its_spreads_leave_no_doubt(
 def test_a_recorded_command_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.torch.cuda, "get_device_name", lambda index=0: "GPU")
     monkeypatch.setattr(machine, "gpu", lambda index=0: machine.Gpu(0, 0, "1", 0))
-    monkeypatch.setattr(
-        sys, "argv", ["/me/bin/skinny", "tune", "--out", "/me/plan.toml", "-M", "1-16", "a/b"]
-    )
+    monkeypatch.setattr(sys, "argv", ["/me/bin/skinny", "tune", "--out", "/me/plan.toml", "-M", "1-16", "a/b"])
     assert machine.environment(commit="c").command == "skinny tune --out plan.toml -M 1-16 a/b"

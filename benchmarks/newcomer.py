@@ -34,11 +34,13 @@ import torch
 from torch import nn
 
 from skinny_core import device, env, kernels, plan
+from skinny_core.errors import KernelUnavailableError
 from skinny_core.problem import Problem
 from skinny_lab import capture, demo, smollm2
-from skinny_lab.bench import generation, machine
+from skinny_lab.bench import entrants, generation, machine
 from skinny_lab.bench.rows import write_text
 from skinny_lab.output import one_line
+from skinny_lab.tune.command import available
 
 MODEL = "smollm2-135m"
 DONE, BUDGET = 0, 3
@@ -84,7 +86,7 @@ class Findings:
 
     def __init__(self, file: Path, *, dry_run: bool) -> None:
         self.file = file
-        self.data: dict[str, Any] = {"schema": 1, "dry_run": dry_run, "command": shlex.join(sys.argv)}
+        self.data: dict[str, Any] = {"schema": 1, "dry_run": dry_run, "command": machine.command()}
         self.data |= {"environment": {}, "text": [], "eager": [], "step": [], "checks": {}, "failed": {}}
 
     @property
@@ -325,6 +327,15 @@ def steps(chat: Any, found: Findings, scale: Scale, wins: Mapping[tuple[int, int
             found.add("step", entry)
 
 
+def must_race_everything() -> None:
+    """Raise `KernelUnavailableError` where a kernel that `skinny tune` races cannot be compiled: a run without it says
+    nothing about it, and every check would hold (seen on an H200 without the CuTe DSL: 29 cells refused, all well)."""
+    _, absent = available(entrants.DEFAULT)
+    if absent:
+        what = "; ".join(f"{stem}: {why}" for stem, why in absent.items())
+        raise KernelUnavailableError(f"skinny tune would leave kernels out: {what}", "pip install 'skinny-core[cute]'")
+
+
 def _wins_at(wins: Mapping[tuple[int, int, int], plan.Cell], m: int) -> list[str]:
     return [f"{n}x{k} {cell.kernel}" for (n, k, at), cell in wins.items() if at == m]
 
@@ -344,6 +355,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("SKINNY cannot name a path with a comma in it")
     if not given.dry_run and not torch.cuda.is_available():  # asks the driver, holds no memory: tune must be alone
         parser.error("needs a CUDA device, or --dry-run")
+    if not given.dry_run and given.plan is None:
+        try:
+            must_race_everything()
+        except KernelUnavailableError as error:
+            parser.error(str(error))
     scale = DRY if given.dry_run else Scale()
     if given.dry_run:
         torch.set_num_threads(1)  # a second one waits by spinning (demo.py has the figures)

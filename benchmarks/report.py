@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 from skinny_core import family
 from skinny_core.plan import load
-from skinny_lab.bench import cells, rows
+from skinny_lab.bench import cells, generated_files, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,15 +24,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 def main() -> int:
     """Write, or with --check compare; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    stale = [path for path, text in generated().items() if not path.is_file() or path.read_text() != text]
-    for path in stale:
-        print(f"{'stale' if check else 'written'}: {path.relative_to(ROOT)}")
-        if not check:
-            rows.write_text(path, generated()[path])
-    return 1 if check and stale else 0
+    return generated_files.run(__doc__, generated, ROOT)
 
 
 def generated() -> dict[Path, str]:

@@ -6,12 +6,11 @@ One `models/<m>/src/.../plans/<device>.toml` per report in `benchmarks/reported/
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from skinny_core import family, plan
-from skinny_lab.bench import reported, rows
+from skinny_lab.bench import generated_files, reported
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "benchmarks" / "reported"
@@ -19,15 +18,7 @@ REPORTS = ROOT / "benchmarks" / "reported"
 
 def main() -> int:
     """Write, or with --check compare; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    stale = {p: t for p, t in generated().items() if not p.is_file() or p.read_text(encoding="utf-8") != t}
-    for path, text in stale.items():
-        print(f"{'stale' if check else 'written'}: {path.relative_to(ROOT)}")
-        if not check:
-            rows.write_text(path, text)
-    return 1 if check and stale else 0
+    return generated_files.run(__doc__, generated, ROOT)
 
 
 def generated() -> dict[Path, str]:

@@ -9,7 +9,6 @@ The seed is vLLM's pull request for `SM90_SKINNY_GEMM_PLANS`, measured by its au
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import statistics
@@ -23,7 +22,7 @@ from skinny_core.device import product
 from skinny_core.family import ModelPackage
 from skinny_core.plan import Cell, Plan
 from skinny_core.problem import Problem
-from skinny_lab.bench import reported, rows
+from skinny_lab.bench import generated_files, reported, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "benchmarks" / "reported" / "seed_h200_nvl.csv"
@@ -90,15 +89,7 @@ class Line:
 
 def main() -> int:
     """Write, or with --check compare; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    stale = {p: t for p, t in generated().items() if not p.is_file() or p.read_text(encoding="utf-8") != t}
-    for path, text in stale.items():
-        print(f"{'stale' if check else 'written'}: {path.relative_to(ROOT)}")
-        if not check:
-            rows.write_text(path, text)
-    return 1 if check and stale else 0
+    return generated_files.run(__doc__, generated, ROOT)
 
 
 def generated() -> dict[Path, str]:

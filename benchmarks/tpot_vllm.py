@@ -162,9 +162,8 @@ def machine_of() -> dict[str, Any]:
 
 def environment_of(found: Mapping[str, Any], commit: str) -> plan.Environment:
     """The child's environment with this command and commit."""
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return msgspec.structs.replace(
-        msgspec.convert(found, plan.Environment), commit=commit or machine.checkout_commit(), command=command
+        msgspec.convert(found, plan.Environment), commit=commit or machine.checkout_commit(), command=machine.command()
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from skinny_core import env, plan
+from skinny_core import env, kernels, plan
 from skinny_lab import capture, smollm2
 from skinny_lab.bench import generation
 from skinny_lab.capture import request, transformers_host
@@ -320,3 +320,15 @@ def test_what_cannot_be_run_is_said_at_once(newcomer: ModuleType, arguments: lis
     with pytest.raises(SystemExit) as ended:
         newcomer.main(arguments)
     assert ended.value.code == 2
+
+
+def test_a_run_without_the_main_kernels_does_not_begin(
+    newcomer: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels.get("bf16_mma"), "availability", lambda: (False, "no module tvm_ffi"), raising=False)
+    with pytest.raises(SystemExit) as ended:
+        newcomer.main(["--out", str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert "would leave kernels out: bf16_mma: no module tvm_ffi" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()

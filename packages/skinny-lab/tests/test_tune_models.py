@@ -14,7 +14,7 @@ from skinny_core import device, family, plan
 from skinny_core.plan import Environment
 from skinny_core.problem import DType
 from skinny_lab.explain.target import RequestError
-from skinny_lab.tune import order, request, result, run
+from skinny_lab.tune import order, request, result, run, steps
 from skinny_lab.tune.store import Store, load
 
 Skinny = Callable[..., Result]
@@ -78,3 +78,30 @@ def test_a_step_without_room_takes_that_of_the_others(fakes: Any, skinny: Skinny
     assert all("its decode step failed" in cell.why for cell in _plan(out).values())
     assert skinny("tune", "qwen3-8b", "-M", "4", "--out", str(out), "--resume").exit_code == 0
     assert {cell.status for cell in _plan(out).values()} == {"win"}
+
+
+def test_why_a_step_of_one_model_failed_stays_when_another_succeeds(
+    fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = {p.name: p for p in family.discover().packages}
+    models = [
+        request.Model("qwen3-8b", packages["qwen3"], packages["qwen3"].configs["qwen3-8b"]),
+        request.Model("llama-3.1-8b", packages["llama31"], packages["llama31"].configs["llama-3.1-8b"]),
+    ]
+    target = request.from_models(models, "all")
+    store = Store(tmp_path / "m.jsonl", target, H200, Environment())
+    session = run.Session(
+        target, order.order(target.sites, [4]), run.Settings(1000.0), store, H200, say=lambda text: None
+    )
+    changes = steps.Steps.changes
+
+    def failing(self: steps.Steps, label: str, m: int, measured: Any) -> dict[str, float]:
+        if label == "qwen3-8b":
+            raise RuntimeError("the step of Qwen3 is broken")
+        return changes(self, label, m, measured)
+
+    monkeypatch.setattr(steps.Steps, "changes", failing)
+    session.run()
+    cells = {cell.id: cell for cell in result.make(target, store).plan.cells}
+    assert cells["qwen3-8b/o/M4"].why.endswith("its decode step failed: RuntimeError: the step of Qwen3 is broken")
+    assert cells["llama-3.1-8b/down/M4"].status == "win"

@@ -55,7 +55,7 @@ def changes(step: GraphStep, m: int, swaps: Mapping[str, tuple[Sequence[str], tu
     """Change of a step at M = m, in microseconds of the whole model, per swap.
 
     swaps: name -> (what of the step runs the measured config instead, all of one shape; the measurement). What seems
-    slower is captured and measured twice more, and the median counts: of 1441 changes of 24 models, 18 were an
+    slower is captured and measured twice more, and the median counts: of 1426 changes of 24 models, 18 were an
     increase, most of them beside neighbours in M of the same weight that were as much faster as alone (H200,
     2026-12-01).
     """

@@ -64,13 +64,15 @@ def environment(index: int = 0, *, commit: str = "") -> Environment:
         dsl=" ".join(f"{name} {_version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")),
         commit=commit or checkout_commit(),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        command=" ".join(_of_no_machine(argument) for argument in sys.argv),
+        command=command(),
     )
 
 
-def _of_no_machine(argument: str) -> str:
-    """An argument without the folders that a file lies in on this machine: a plan is published."""
-    return Path(argument).name if argument.startswith(("/", "~")) or argument == sys.argv[0] else argument
+def command() -> str:
+    """This process's command line, without the folders that a file lies in on this machine: results are published."""
+    program, *arguments = sys.argv
+    shortened = (Path(argument).name if argument.startswith(("/", "~")) else argument for argument in arguments)
+    return " ".join([Path(program).name, *shortened])
 
 
 def checkout_commit() -> str:

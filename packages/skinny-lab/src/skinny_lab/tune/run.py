@@ -226,7 +226,7 @@ class Session:
             for site in sites:
                 entry = self._entry(site, m)
                 in_model = {**entry.in_model, label: round(found[site.name], 3)}
-                changed.append(replace(entry, in_model=in_model, stepped=""))
+                changed.append(replace(entry, in_model=in_model))  # why another model's step failed stays
             self.store.add(*changed)
 
     def _entry(self, site: Site, m: int) -> Entry:
